@@ -25,10 +25,12 @@ def before_attention_vjp(
         d_residual: by the residual behind attention; d_heads: by q, k, v; the rest as in
             `layers.before_attention`, of which the LoRA's A are rows of the weights.
     """
-    frozen, lora = _apart(layer.qkv)
+    norm, qkv, head_norms, *behind = layer
+    frozen, lora = _apart(qkv)
 
     def function(residual, lora):
-        return layers.before_attention(residual, _replaced(layer, qkv=(frozen, lora)), rotation)
+        replaced = Layer(norm, _with_lora(frozen, lora), head_norms, *behind)
+        return layers.before_attention(residual, replaced, rotation)
 
     # The residual also goes past attention: both derivatives are added.
     by_residual, lora = torch.func.vjp(function, residual, lora)[1](d_heads)
@@ -42,11 +44,12 @@ def behind_attention_vjp(
 
     Compiled, it does not compute the output of `down`.
     """
-    frozen, loras = zip(*[_apart(linears) for linears in (layer.out, layer.gate_up, layer.down)])
+    *before, out, mlp_norm, gate_up, down = layer
+    frozen, loras = zip(*[_apart(linears) for linears in (out, gate_up, down)])
 
     def function(residual, mixed, loras):
-        out, gate_up, down = zip(frozen, loras)
-        replaced = _replaced(layer, out=out, gate_up=gate_up, down=down)
+        out, gate_up, down = map(_with_lora, frozen, loras)
+        replaced = Layer(*before, out, mlp_norm, gate_up, down)
         return layers.behind_attention(residual, mixed, replaced)
 
     # The derivative does not depend on the output, so the compiler drops the last product.
@@ -63,13 +66,10 @@ def _apart(linears: Linears):
     return frozen, ((weight[outputs:],) if b else a, b)
 
 
-def _replaced(layer: Layer, **linears) -> Layer:
-    """Return the layer with (frozen linears, (LoRA's A, B)) in place of some of its linears."""
-    joined = {
-        name: Linears(frozen.weight, frozen.bias, frozen.sizes, frozen.scaling, a, b)
-        for name, (frozen, (a, b)) in linears.items()
-    }
-    return layer._replace(**joined)
+def _with_lora(frozen: Linears, lora) -> Linears:
+    """Return the linears with a LoRA (A, B)."""
+    a, b = lora
+    return Linears(frozen.weight, frozen.bias, frozen.sizes, frozen.scaling, a, b)
 
 
 def _of_each(a, b):
