@@ -209,7 +209,7 @@ def test_a_measurement_of_nothing_is_refused(flags):
 @pytest.mark.parametrize(
     "command, name, words",
     [
-        ("decode", "samplers", ("decoder", "without_add")),
+        ("decode", "samplers", ("decoder", "without_norm")),
         ("logprob", "ways", ("packed", "plain")),
         ("step", "alternatives", ("trl",)),
         ("scale", "num_processes", (1, 2)),
