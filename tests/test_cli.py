@@ -2,7 +2,7 @@
 
 import ast
 import dataclasses
-import subprocess
+import runpy
 import sys
 
 import pytest
@@ -14,7 +14,8 @@ from rl_train.config.grpo_config import Config
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.tasks import DEFAULT_TASKS, TASKS, CaptionMaskCaption
 from rl_train.tasks.base import TaskContext
-from tests.runs import ENVIRONMENT, ROOT, complaint_of, flags, on_one_core
+from tests.ranks import fork
+from tests.runs import ROOT, complaint_of, flags, on_one_core
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
 
@@ -352,16 +353,24 @@ def test_a_misspelt_required_flag_is_said_to_be_misspelt(complaint):
 
 def test_a_wrong_command_line_is_two_lines_and_status_2(tmp_path):
     """Of a tool too."""
-    for module, words, name in (
-        ("rl_train.train", ["--lora_rr", "4"], "rl_train: --lora_rr"),
-        ("tools.export", ["--rol", "policy"], "export: --rol"),
+    for number, (file, words, name) in enumerate(
         (
-            "tools.inspect_data",
-            ["--data_dir", str(tmp_path)],
-            f"inspect_data: --data_dir {tmp_path}",
-        ),
+            ("rl_train/train.py", ["--lora_rr", "4"], "rl_train: --lora_rr"),
+            ("tools/export.py", ["--rol", "policy"], "export: --rol"),
+            (
+                "tools/inspect_data.py",
+                ["--data_dir", str(tmp_path)],
+                f"inspect_data: --data_dir {tmp_path}",
+            ),
+        )
     ):
-        command = [sys.executable, "-m", module, *words]
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT)
-        assert ended.returncode == 2 and ended.stderr.startswith(name), ended.stderr
-        assert ended.stderr.count("\n") <= 2 and not ended.stdout
+
+        def run_module():
+            sys.argv = [file, *words]
+            runpy.run_path(str(ROOT / file), run_name="__main__")
+
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        status, said = fork(folder, run_module)
+        assert status == 2 and said.startswith(name), said
+        assert said.count("\n") <= 2

@@ -1,19 +1,19 @@
 """A killed run goes on as if nothing had happened, and a checkpoint can be read by others."""
 
+import itertools
 import json
 import math
 import os
 import re
 import shutil
 import signal
-import time
 
 import pytest
 import torch
 from peft import PeftModel
 from transformers import Qwen2ForCausalLM
 
-from rl_train import cli
+from rl_train import cli, train
 from rl_train.checkpoint import save_load
 from rl_train.distributed.process_group import RankInfo
 from rl_train.run.start import start_run
@@ -55,14 +55,21 @@ def whole(data, tmp_path_factory):
 def killed(data, tmp_path_factory):
     """The same run in a process that SIGKILL ended after its second step."""
     output = tmp_path_factory.mktemp("killed")
-    ended = start_fork(output.with_suffix(".log"), {}, lambda: run(data, output, **RUN))
-    deadline = time.monotonic() + 120
-    while not (output / "checkpoint_step_2").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    os.kill(ended.pid, signal.SIGKILL)
-    status, said = ended()
-    assert status == -signal.SIGKILL and not (output / "checkpoint_step_4").exists(), said
+
+    def run_until_the_third_update():
+        clip, calls = train.clip_gradients, itertools.count(1)
+
+        def clip_or_die(*args):
+            if next(calls) == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return clip(*args)
+
+        train.clip_gradients = clip_or_die  # in the fork alone
+        run(data, output, **RUN)
+
+    status, said = start_fork(output.with_suffix(".log"), {}, run_until_the_third_update)()
+    assert status == -signal.SIGKILL and (output / "checkpoint_step_2").exists(), said
+    assert not (output / "checkpoint_step_4").exists()
     return output
 
 

@@ -165,7 +165,7 @@ def test_ranks_do_not_outlive_a_killed_launcher(start):
     wait_for(lambda: len(attempts(ranks)) == 2)
     os.kill(launcher, signal.SIGKILL)
     wait_for_exit(launcher)
-    wait_for(lambda: not any(map(alive, ranks.iterdir())), seconds=5)
+    wait_for(lambda: not any(map(alive, ranks.iterdir())))
 
 
 def test_machines_meet_at_the_address(monkeypatch):

@@ -5,7 +5,7 @@ import math
 import re
 import subprocess
 import sys
-import time
+import threading
 
 import pytest
 import torch
@@ -65,15 +65,16 @@ def test_without_the_library_the_extra_is_named(monkeypatch):
 
 
 def test_equal_pairs_are_asked_once_and_in_parallel():
-    def slow(chat, n):
-        time.sleep(0.3)
+    two = threading.Barrier(2, timeout=20)  # broken if one is asked after the other
+
+    def wait_for_another(chat, n):
+        two.wait()
         return overlap(chat)
 
-    with JudgeServer(slow) as server:
-        started = time.perf_counter()
-        asked = judge(server)
+    with JudgeServer(wait_for_another) as server:
+        asked = judge(server, timeout=60)
         scores = asked.score(["a dog"] * 20, [f"dog {i % 10}" for i in range(20)])
-        assert len(server.chats) == 10 and time.perf_counter() - started < 2.5
+        assert len(server.chats) == 10
         assert scores[:10].tolist() == scores[10:].tolist()
         assert asked.take_failures() == (20, {}) and asked.take_failures() == (0, {})
 
@@ -125,16 +126,17 @@ def test_refusals_are_not_retried(status):
 
 
 def test_timeout_is_a_failure():
+    given_up = threading.Event()
+
     def hang_at_first(chat, n):
         if n < 1:
-            time.sleep(1.5)
+            given_up.wait(60)
         return "8"
 
     with JudgeServer(hang_at_first) as server:
-        started = time.perf_counter()
         assert judge(server, timeout=0.3).score(["a dog"], ["a cat"]).isnan().all()
-        assert time.perf_counter() - started < 1.4
-        assert judge(server, timeout=0.3).score(["a dog"], ["a cat"]).item() == pytest.approx(0.8)
+        given_up.set()
+        assert judge(server, timeout=30).score(["a dog"], ["a cat"]).item() == pytest.approx(0.8)
 
 
 def test_server_down():

@@ -43,9 +43,9 @@ def test_faults_end_in_time_and_say_why(fault):
 def test_retries_share_one_deadline_at_the_start():
     with JudgeServer(hang) as server:
         started = time.perf_counter()
-        patient = judge(server, timeout=1.0, max_seconds=1.0, max_retries=3)
+        patient = judge(server, timeout=1.0, max_seconds=1.0, max_retries=60)
         assert "cannot be asked there" in patient.fault()
-        assert time.perf_counter() - started < 3.5
+        assert time.perf_counter() - started < 30
 
 
 @pytest.mark.parametrize("mode", ["score", "qa"])

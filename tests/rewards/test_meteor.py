@@ -92,10 +92,10 @@ def test_long_texts_are_scored_in_time():
     def text(seed):
         return " ".join(f"w{i}" for i in np.random.default_rng(seed).integers(10**9, size=5000))
 
-    started = time.perf_counter()
+    started = time.process_time()  # of this process: others may keep the machine busy
     assert meteor([text(0)] * 4, [text(i) for i in range(4)]).tolist()[0] > 0.99
     meteor(["a" * 10**6] * 4, ["ing" * 10**6] * 4)
-    assert time.perf_counter() - started < 10  # NLTK 3.9.1 takes 8 s for one such pair unbounded
+    assert time.process_time() - started < 10  # NLTK 3.9.1 takes 8 s for one such pair unbounded
 
 
 def test_empty_side_scores_zero():
