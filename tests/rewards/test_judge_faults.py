@@ -68,7 +68,7 @@ def test_a_judge_that_fails_at_the_start_is_refused(data, tmp_path, capsys, faul
     with JudgeServer(FAULTS[fault]) as server:
         sentence, _, seconds = stop(capsys, judged_flags(data, tmp_path / "run", server))
         assert f"--llm_judge_base_url {server.url}: the judge " in sentence
-        assert "cannot be asked there" in sentence and seconds < 15
+        assert "cannot be asked there" in sentence and seconds < 60
         assert not (tmp_path / "run").exists()
 
 

@@ -1,6 +1,7 @@
 """Runs of both loops with a judge whose server comes and goes, and with a user's own reward."""
 
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -40,6 +41,16 @@ def server(port: int):
         process.wait(TIMEOUT)
 
 
+def wait_for_server(port: int):
+    deadline = time.monotonic() + TIMEOUT
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), TIMEOUT).close()
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
 def wait_for(process, output, found) -> list[dict]:
     """The rollouts written so far, once `found` holds for one of the last step's."""
     deadline = time.monotonic() + TIMEOUT
@@ -61,7 +72,7 @@ def test_a_judge_that_comes_and_goes(data, messy, tmp_path, dataset):
     """Both loops on a folder with every edge case of its data among the good regions."""
     port = free_port()
     with server(port):
-        time.sleep(1)
+        wait_for_server(port)
         process = start(
             data,
             tmp_path,

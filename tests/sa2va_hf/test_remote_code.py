@@ -76,7 +76,7 @@ def test_a_silent_stdin_does_not_delay_the_start(folder, monkeypatch):
         monkeypatch.setattr(sys, "stdin", stdin)
         before = time.monotonic()
         assert len(load_tokenizer(folder)) == len(load_tokenizer(CHECKPOINT))
-        assert time.monotonic() - before < 5
+        assert time.monotonic() - before < 14
 
 
 def test_a_tokenizer_that_is_code_of_its_folder_is_refused(folder, eager):
