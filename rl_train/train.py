@@ -57,32 +57,28 @@ def train(run: Run, loader: DataLoader, end_step: StepCallback):
     G, T = config.rollout.num_generations, config.rollout.max_completion_length
     ddp = distributed_data_parallel(MicroBatchLoss(policy, config.loss, T))
     step = Step(config.loss, num_ranks)
-    resampler = Resampler(run.sampler, loader.dataset, policy, config.rollout.resample_equal_groups)
+    resampler = Resampler(run.sampler, loader.dataset, state, config.rollout.resample_equal_groups)
     for loaded in loader:  # B samples
         # They stand in for pixel_values: computed once per image, for all rows, tasks and roles.
-        loaded_features = policy.encode(loaded)
-        step.num_batches += 1
-        for task in state.tasks:
-            # Once, and again for samples in the place of those whose rewards are all equal.
-            rounds = resampler.rounds(step, state.step, loaded, loaded_features)
-            for batch, image_features in rounds:
-                rng = run.rng(task, batch)  # from (seed, step, task, sample, generation) alone
-                prompts = task.prompts(batch, image_features)  # B
-                with roles.use("policy"):  # no_grad, as every role
-                    uniforms = rng.uniforms(T)
-                    rollout = policy.sample(batch, image_features, prompts, G, T, uniforms)  # N
-                    if task.action:  # beside the text
-                        rollout.latents = task.action.draw(rollout, rng)
-                reference = None
-                if config.loss.kl_coef:
-                    with roles.use("reference"):
-                        reference = reference_scores(policy, task, rollout, optim.micro_batch_size)
-                outcome = task.rewards(rollout)  # asks the teacher
-                training_reward = combine(
-                    outcome.rewards, task.reward_weights, run.component_group_size
-                )
-                advantages = group_advantages(training_reward, G, config.loss.group_scale)  # (N,)
-                step.add(task, rollout, outcome, training_reward, advantages, reference)
+        features = policy.encode(loaded)
+        # Each task in turn; again for samples in the place of those whose rewards are all equal.
+        for task, batch, image_features in resampler.rounds(step, loaded, features):
+            rng = run.rng(task, batch)  # from (seed, step, task, sample, generation) alone
+            prompts = task.prompts(batch, image_features)  # B
+            with roles.use("policy"):  # no_grad, as every role
+                rollout = policy.sample(batch, image_features, prompts, G, T, rng.uniforms(T))  # N
+                if task.action:  # beside the text
+                    rollout.latents = task.action.draw(rollout, rng)
+            reference = None
+            if config.loss.kl_coef:
+                with roles.use("reference"):
+                    reference = reference_scores(policy, task, rollout, optim.micro_batch_size)
+            outcome = task.rewards(rollout)  # asks the teacher
+            training_reward = combine(
+                outcome.rewards, task.reward_weights, run.component_group_size
+            )
+            advantages = group_advantages(training_reward, G, config.loss.group_scale)  # (N,)
+            step.add(task, rollout, outcome, training_reward, advantages, reference)
         if step.num_batches < optim.gradient_accumulation_steps:
             continue
         if step.prepare_update():  # False if all rewards of each group are equal

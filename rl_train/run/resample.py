@@ -7,41 +7,51 @@ resumed run takes the same samples.
 
 from collections.abc import Iterator
 
+from rl_train.checkpoint.save_load import RunState
 from rl_train.data.loader import Batches, StepSampler
-from rl_train.policies.base import Features, Policy
+from rl_train.policies.base import Features
 from rl_train.rollout import Batch
 from rl_train.run.step import Step
+from rl_train.tasks.base import Task
 
 
 class Resampler:
-    """Yields a batch, and then the samples that stand in for those without a signal.
+    """Gives each task a batch, and then the samples that stand in for those without a signal.
 
     Args:
         batches: reads the further samples, in this process.
         num_rounds: at most; 0: nothing is replaced.
     """
 
-    def __init__(self, sampler: StepSampler, batches: Batches, policy: Policy, num_rounds: int):
-        self.sampler, self.batches, self.policy = sampler, batches, policy
+    def __init__(self, sampler: StepSampler, batches: Batches, state: RunState, num_rounds: int):
+        self.sampler, self.batches, self.state = sampler, batches, state
         self.num_rounds = num_rounds
 
     def rounds(
-        self, step: Step, number: int, batch: Batch, features: Features
-    ) -> Iterator[tuple[Batch, Features]]:
-        """Yield (batch, its features), then those of samples in the place of its equal groups.
+        self, step: Step, batch: Batch, features: Features
+    ) -> Iterator[tuple[Task, Batch, Features]]:
+        """Yield (task, batch, its features), then those of samples in the place of equal groups.
 
-        Before each next round the caller adds its rollout of what was yielded to `step`.
+        Before each next one the caller adds its rollout of what was yielded to `step`.
+        """
+        step.num_batches += 1
+        for task in self.state.tasks:
+            yield task, batch, features
+            for further in self.further_batches(step, len(batch)):
+                yield task, further, self.state.policy.encode(further)
+
+    def further_batches(self, step: Step, size: int) -> Iterator[Batch]:
+        """Yield the samples in the place of equal groups of the newest rollout, round by round.
 
         Args:
-            number: of the step in progress in the run.
+            size: samples of the batch that was rolled out first.
         """
-        yield batch, features
         if not self.num_rounds:
             return
-        sampler, size = self.sampler, len(batch)
+        sampler = self.sampler
         first = (step.num_batches - 1) * sampler.world_size * size + sampler.rank * size
         positions = list(range(first, first + size))  # in the step, of the groups of a round
-        for further in sampler.further_indices(number, self.num_rounds):
+        for further in sampler.further_indices(self.state.step, self.num_rounds):
             scored = step.rollouts[-1]
             scored.replaced = {
                 group
@@ -51,5 +61,4 @@ class Resampler:
             if not scored.replaced:
                 return
             positions = [positions[group] for group in sorted(scored.replaced)]
-            batch = self.batches[further[positions].tolist()]
-            yield batch, self.policy.encode(batch)
+            yield self.batches[further[positions].tolist()]

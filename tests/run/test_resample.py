@@ -101,9 +101,10 @@ def test_positions_are_those_of_the_step():
 
     batches = Recording()
     policy = SimpleNamespace(encode=lambda batch: None)
-    step = SimpleNamespace(num_batches=2, rollouts=[])
+    state = SimpleNamespace(policy=policy, step=0, tasks=["loop1"])
+    step = SimpleNamespace(num_batches=1, rollouts=[])
     differ = iter([[True, False], [False], [True]])
-    for _ in Resampler(two_ranks, batches, policy, 3).rounds(step, 0, [0, 0], None):
+    for _ in Resampler(two_ranks, batches, state, 3).rounds(step, [0, 0], None):
         step.rollouts.append(SimpleNamespace(groups_that_differ=next(differ), replaced=set()))
     further = two_ranks.further_indices(0, 3)
     assert taken == [[further[0, 7]], [further[1, 7]]]
