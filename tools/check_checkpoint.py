@@ -80,7 +80,7 @@ class Line:
 
 
 class CheckFailed(Exception):
-    """What a check found wrong, as a sentence.
+    """Fault that a check found, as a sentence.
 
     Args:
         value: what later checks need of this one all the same.

@@ -38,7 +38,7 @@ PROGRESS = "progress.json"  # in the unfinished folder
 
 @dataclass
 class Progress:
-    """What an unfinished folder holds.
+    """Contents of an unfinished folder.
 
     Attributes:
         source: flags and facts of the data set; another one is another conversion.

@@ -157,7 +157,7 @@ def chosen_region(args: argparse.Namespace, size: tuple[int, int]) -> np.ndarray
 
 @dataclass
 class Answer:
-    """What a model says, the masks (H, W) bool that it gives, and the prompts of SAM2, if any."""
+    """Answer of a model: its text, its masks (H, W) bool, and the prompts of SAM2, if any."""
 
     text: str
     masks: list[np.ndarray]

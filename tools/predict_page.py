@@ -22,7 +22,7 @@ def draw(image: Image.Image, mask: np.ndarray, color: tuple[int, int, int]) -> I
 
 
 class Page:
-    """What the page's events do. Two models answer side by side, or one."""
+    """Actions of the page's events. Two models answer side by side, or one."""
 
     def __init__(self, models: list[PictureModel]):
         self.models = models
