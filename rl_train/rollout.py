@@ -56,7 +56,7 @@ class Batch:
 
     @property
     def no_target(self) -> list[bool]:
-        """Whether each caption names nothing in its image; its true mask is empty."""
+        """True for each caption that names nothing in its image, whose true mask is empty."""
         return [not len(masks) for masks in self.objects or ()] or [False] * len(self)
 
     @property

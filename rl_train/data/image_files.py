@@ -1,4 +1,4 @@
-"""What the readers share whose rows name image files: where a row's image lies, which table of rows
+"""Shared code of readers whose rows name image files: where a row's image lies, which table of rows
 a folder holds, and rows of JSON, JSONL and CSV."""
 
 import csv

@@ -63,7 +63,7 @@ NGrams = Counter[tuple[str, ...]]
 
 @dataclass(frozen=True)
 class DocumentFrequencies:
-    """How many regions there are, and of how many the true captions hold an n-gram."""
+    """Number of regions, and of those whose true captions hold an n-gram."""
 
     num_documents: int
     counts: NGrams

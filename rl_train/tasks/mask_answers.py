@@ -1,4 +1,4 @@
-"""What the tasks share that answer a phrase with a sampled mask: flags, question and action."""
+"""Flags, question and action of the tasks that answer a phrase with a sampled mask."""
 
 from dataclasses import dataclass
 from functools import partial
