@@ -57,7 +57,7 @@ def train(run: Run, loader: DataLoader, end_step: StepCallback):
     G, T = config.rollout.num_generations, config.rollout.max_completion_length
     ddp = distributed_data_parallel(MicroBatchLoss(policy, config.loss, T))
     step = Step(config.loss, num_ranks)
-    resampler = Resampler(run.sampler, loader.dataset, state, config.rollout.resample_equal_groups)
+    resampler = Resampler(run.sampler, loader, state, config.rollout.resample_equal_groups)
     for loaded in loader:  # B samples
         # They stand in for pixel_values: computed once per image, for all rows, tasks and roles.
         features = policy.encode(loaded)

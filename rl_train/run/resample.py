@@ -7,8 +7,10 @@ resumed run takes the same samples.
 
 from collections.abc import Iterator
 
+from torch.utils.data import DataLoader
+
 from rl_train.checkpoint.save_load import RunState
-from rl_train.data.loader import Batches, StepSampler
+from rl_train.data.loader import StepSampler
 from rl_train.policies.base import Features
 from rl_train.rollout import Batch
 from rl_train.run.step import Step
@@ -19,12 +21,12 @@ class Resampler:
     """Gives each task a batch, and then the samples that stand in for those without a signal.
 
     Args:
-        batches: reads the further samples, in this process.
+        loader: of the run, whose data set reads the further samples, in this process.
         num_rounds: at most; 0: nothing is replaced.
     """
 
-    def __init__(self, sampler: StepSampler, batches: Batches, state: RunState, num_rounds: int):
-        self.sampler, self.batches, self.state = sampler, batches, state
+    def __init__(self, sampler: StepSampler, loader: DataLoader, state: RunState, num_rounds: int):
+        self.sampler, self.loader, self.state = sampler, loader, state
         self.num_rounds = num_rounds
 
     def rounds(
@@ -61,4 +63,4 @@ class Resampler:
             if not scored.replaced:
                 return
             positions = [positions[group] for group in sorted(scored.replaced)]
-            yield self.batches[further[positions].tolist()]
+            yield self.loader.dataset[further[positions].tolist()]

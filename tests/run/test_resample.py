@@ -99,12 +99,12 @@ def test_positions_are_those_of_the_step():
             taken.append(indices)
             return indices
 
-    batches = Recording()
+    loader = SimpleNamespace(dataset=Recording())
     policy = SimpleNamespace(encode=lambda batch: None)
     state = SimpleNamespace(policy=policy, step=0, tasks=["loop1"])
     step = SimpleNamespace(num_batches=1, rollouts=[])
     differ = iter([[True, False], [False], [True]])
-    for _ in Resampler(two_ranks, batches, state, 3).rounds(step, [0, 0], None):
+    for _ in Resampler(two_ranks, loader, state, 3).rounds(step, [0, 0], None):
         step.rollouts.append(SimpleNamespace(groups_that_differ=next(differ), replaced=set()))
     further = two_ranks.further_indices(0, 3)
     assert taken == [[further[0, 7]], [further[1, 7]]]
