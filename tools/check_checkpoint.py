@@ -236,12 +236,12 @@ def check_recorded(
 
 def differences(name: str, theirs: dict, ours: dict, dtype: str) -> list[str]:
     """Return what differs between the original's answer and ours, a phrase each."""
-    found = []
+    faults = []
     same = sum(a == b for a, b in zip(theirs["ids"], ours["ids"]))
     if theirs["ids"] != ours["ids"]:
-        found.append(f"{name}: {same} of {len(theirs['ids'])} tokens are the recorded ones")
+        faults.append(f"{name}: {same} of {len(theirs['ids'])} tokens are the recorded ones")
     elif theirs["text"] != ours["text"]:
-        found.append(f"{name}: the text is {ours['text']!r}, recorded {theirs['text']!r}")
+        faults.append(f"{name}: the text is {ours['text']!r}, recorded {theirs['text']!r}")
     # Up to the first other token both saw the same words.
     count = next(
         (i for i, (a, b) in enumerate(zip(theirs["ids"], ours["ids"])) if a != b),
@@ -251,19 +251,19 @@ def differences(name: str, theirs: dict, ours: dict, dtype: str) -> list[str]:
         pair = np.array([theirs["logits"][:count], ours["logits"][:count]])
         gap = abs(pair[0] - pair[1]).max() / abs(pair[0]).max()
         if gap > LOGIT_LIMITS[dtype]:
-            found.append(f"{name}: logits differ by {gap:.1%} of the largest")
+            faults.append(f"{name}: logits differ by {gap:.1%} of the largest")
     masks = [[decode_mask(mask) for mask in answer["masks"]] for answer in (theirs, ours)]
     if len(masks[0]) != len(masks[1]):
-        found.append(f"{name}: {len(masks[1])} masks, recorded {len(masks[0])}")
+        faults.append(f"{name}: {len(masks[1])} masks, recorded {len(masks[0])}")
     for number, (a, b) in enumerate(zip(*masks), 1):
         if a.shape != b.shape:
-            found.append(f"{name}: mask {number} is {b.shape}, recorded {a.shape}")
+            faults.append(f"{name}: mask {number} is {b.shape}, recorded {a.shape}")
         elif dtype == "float32" and (a != b).mean() > 1e-4:
-            found.append(f"{name}: {(a != b).mean():.2%} of mask {number}'s pixels differ")
+            faults.append(f"{name}: {(a != b).mean():.2%} of mask {number}'s pixels differ")
         elif (a | b).any() and (a & b).sum() / (a | b).sum() < MASK_LIMIT:
             iou = (a & b).sum() / (a | b).sum()
-            found.append(f"{name}: mask {number} has IoU {iou:.3f} with the recorded one")
-    return found
+            faults.append(f"{name}: mask {number} has IoU {iou:.3f} with the recorded one")
+    return faults
 
 
 # Training
@@ -402,7 +402,7 @@ def read_recorded(path: Path | None) -> dict | None:
         return None
     try:
         recorded = json.loads(path.read_text())
-        if {"answers", "files", "dtype"} <= recorded.keys():
+        if {"answers", "files", "dtype", "max_new_tokens"} <= recorded.keys():
             return recorded
         fault = "no file of tools/record_original.py"
     except (OSError, ValueError, AttributeError) as error:

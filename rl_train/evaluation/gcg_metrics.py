@@ -61,13 +61,13 @@ def measure(
     regions = [masks.to(policy.device) for masks in batch.regions]
     matchings = [match(*pair) for pair in zip(decoded.each, regions, strict=True)]
     true_phrases = batch.columns.get("phrases", [[] for _ in texts])
-    said = [phrases_of(text) for text in texts]
+    answer_phrases = [phrases_of(text) for text in texts]
     targets = [mask.to(policy.device) for mask in batch.masks]
     return mask_columns(decoded.masks, targets, batch) | dict(
         gcg_miou=[mean_pair_iou(matching.ious) for matching in matchings],
         gcg_recalled=[
             recalled(matching.ious, *phrases)
-            for matching, *phrases in zip(matchings, said, true_phrases)
+            for matching, *phrases in zip(matchings, answer_phrases, true_phrases)
         ],
         gcg_phrases=[len(phrases) for phrases in true_phrases],
         gcg_meteor=meteor(batch.captions, [caption_of(text) for text in texts]).tolist(),

@@ -101,9 +101,11 @@ def cider(
     frequencies = frequencies or document_frequencies(references)
     scores = []
     for captions, hypothesis in zip(references, hypotheses, strict=True):
-        mine = weigh(ngrams(hypothesis), frequencies)
-        each = [similarity(mine, weigh(ngrams(caption), frequencies)) for caption in captions]
-        scores.append(SCALE * sum(each) / len(each))
+        weights = weigh(ngrams(hypothesis), frequencies)
+        similarities = [
+            similarity(weights, weigh(ngrams(caption), frequencies)) for caption in captions
+        ]
+        scores.append(SCALE * sum(similarities) / len(similarities))
     return torch.tensor(scores, dtype=torch.float64)  # (N,)
 
 
