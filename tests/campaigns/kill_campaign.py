@@ -3,6 +3,8 @@
     python -m tests.campaigns.kill_campaign --kills 100            # one process
     # two by gloo, of which one is killed
     python -m tests.campaigns.kill_campaign --kills 20 --ranks 2
+    # four tasks over two data sets
+    python -m tests.campaigns.kill_campaign --kills 20 --ranks 2 --four_tasks
     # signals that ask a run to stop, to one rank
     python -m tests.campaigns.kill_campaign --kills 0 --stops 20
     # a disk that is full (root: mounts tmpfs)
@@ -45,7 +47,8 @@ from rl_train.evaluation import evaluate
 from rl_train.loggers import tensorboard
 from rl_train.run import build
 from rl_train.run.signals import EXIT_INTERRUPTED, SIGNALS
-from tests.runs import draw_data, flags, measure, picture
+from tests.data.test_questions import ROWS, write_questions
+from tests.runs import draw_data, flags, measure, picture, rollouts
 
 PHASES = ("start", "evaluation", "step", "log", "checkpoint", "end")
 RUN = dict(max_steps=4, save_steps=2, save_total_limit=1, eval_steps=2, eval_samples=1)
@@ -53,6 +56,12 @@ RUN = dict(max_steps=4, save_steps=2, save_total_limit=1, eval_steps=2, eval_sam
 # this seed all four learn.
 RUN |= dict(batch_size=2, max_completion_length=9, learning_rate=1e-3, tasks="mask_caption_mask")
 RUN["seed"] = 1
+# Both loops and both direct tasks; a step has as many samples of each data set.
+FOUR_TASKS = dict(
+    tasks=["mask_caption_mask", "caption_mask_caption", "referring", "captioning"],
+    reward_weights=["loop1.meteor=.5", "referring.centre=.5", "captioning.cider=1"],
+    latent_std=4,
+)
 DEADLINE = 60  # seconds in which every process of a run must have ended, also if its peer is gone
 # Seconds after which torchrun kills the ranks that outlive another: gloo does not tell a send that
 # has begun of a closed connection (tests/distributed/test_process_group.py).
@@ -157,8 +166,19 @@ def die_at(operation: int, output: Path, board: Board, torn: bool):
     sys.addaudithook(hook)
 
 
-def fork_run(data: Path, output: Path, board: Board, ranks: list[dict], operation=0, torn=False):
-    """Process ids of a run's ranks, the first of which dies at its n-th `operation`, if not 0."""
+def fork_run(
+    data: Path,
+    output: Path,
+    board: Board,
+    ranks: list[dict],
+    how: dict,
+    operation: int = 0,
+    torn: bool = False,
+) -> list[int]:
+    """Return process ids of a run's ranks, the first of which dies at its n-th `operation`, if any.
+
+    Args: how: flags of the run; `operation` 0: it dies at none.
+    """
     sys.stdout.flush()
     board[2] = 0
     resume = dict(resume="") if (output / "config.json").is_file() else {}
@@ -175,8 +195,8 @@ def fork_run(data: Path, output: Path, board: Board, ranks: list[dict], operatio
                     show_phases(board)
                     if operation:
                         die_at(operation, output, board, torn)
-                size = dict(batch_size=RUN["batch_size"] // len(ranks))
-                train.main(flags(data, output, **RUN | size | resume), loop=train.train)
+                size = dict(batch_size=how["batch_size"] // len(ranks))
+                train.main(flags(data, output, **how | size | resume), loop=train.train)
                 status = 0
             except SystemExit as end:
                 print(end.code)
@@ -271,8 +291,14 @@ def differences(whole: Path, output: Path) -> list[str]:
 class Campaign:
     """Trials against one undisturbed run, in a temporary folder."""
 
-    def __init__(self, root: Path, ranks: int, seed: int = 0):
+    def __init__(self, root: Path, ranks: int, seed: int = 0, four_tasks: bool = False):
         self.root, self.ranks, self.board = root, ranks, Board()
+        self.how, modules = dict(RUN), ["lora", "mlp1"]
+        if four_tasks:
+            own = write_questions(root / "own", ROWS)
+            mixture = dict(data_mixture=f"tests.data.test_questions:Questions:{own}")
+            self.how |= FOUR_TASKS | mixture
+            modules += ["text_hidden_fcs", "sam2"]
         self.random, self.moments, self.failures = random.Random(seed), Counter(), []
         self.last, self.slowest = "", 0.0  # phase of the last kill; seconds until all ranks ended
         self.data, self.whole = draw_data(root / "data"), root / "whole"
@@ -280,22 +306,24 @@ class Campaign:
         tqdm.monitor_interval = 0
         evaluate.measure, tensorboard.rollout_picture = measure, picture
         with open(root / "warm.log", "w") as log, redirect_stdout(log), redirect_stderr(log):
-            train.main(flags(self.data, root / "warm", **RUN | dict(max_steps=1)))
-            config = cli.parse(flags(self.data, root / "warm", **RUN))
+            train.main(flags(self.data, root / "warm", **self.how | dict(max_steps=1)))
+            config = cli.parse(flags(self.data, root / "warm", **self.how))
             cpu = torch.device("cpu")
-            built = build.build_policy(config.policy, {}, ["lora", "mlp1"], 3, cpu)
+            built = build.build_policy(config.policy, {}, modules, 3, cpu)
         build.build_policy = lambda *_: built
         begin = time.monotonic()
         # Counts all operations, and dies at none.
         pids = fork_run(*self._here(self.whole), operation=2**31)
         assert set(ended(pids)) == {0}, Path(f"{self.whole}.log0").read_text()
+        trained = {(line["task"], line["image_id"].split(":")[0]) for line in rollouts(self.whole)}
+        assert len(trained) == (8 if four_tasks else 1), trained  # 4 tasks of 2 data sets
         self.seconds, self.operations = time.monotonic() - begin, self.board[1]
         # In pages: what it takes with one checkpoint more, which is removed at the end.
         sizes = [-(-p.stat().st_size // 4096) for p in self.whole.rglob("*") if p.is_file()]
         self.size, self.stopped = int(1.2 * sum(sizes)), Counter()
 
     def _here(self, output: Path):
-        return self.data, output, self.board, rank_environments(self.ranks)
+        return self.data, output, self.board, rank_environments(self.ranks), self.how
 
     def trial(self, operation: int = 0, torn: bool = False):
         """One run that is killed once at an operation, or 1 to 3 times at random, and resumed."""
@@ -397,13 +425,16 @@ class Campaign:
         if file.exists():
             done = json.loads(file.read_text())
             assert done["ranks"] == self.ranks, f"{file} is of --ranks {done['ranks']}"
+            assert done["tasks"] == self.how["tasks"], f"{file} is of {done['tasks']}"
             self.moments, self.stopped = Counter(done["kills"]), Counter(done["stops"])
             self.failures, self.slowest = done["failures"], done["slowest_seconds"]
         # Other moments than those of the earlier calls.
         self.random.seed(f"{self.kills} {self.stopped.total()} {self.random.random()}")
 
     def write(self, file: Path):
-        done = dict(ranks=self.ranks, kills=self.moments, stops=self.stopped)
+        done = dict(
+            ranks=self.ranks, tasks=self.how["tasks"], kills=self.moments, stops=self.stopped
+        )
         done |= dict(failures=self.failures, slowest_seconds=self.slowest)
         file.write_text(json.dumps(done, indent=2) + "\n")
 
@@ -415,12 +446,13 @@ def main(argv=None):
     parser.add_argument("--stops", type=int, default=0)
     parser.add_argument("--full", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--four_tasks", action="store_true", help="over two data sets")
     parser.add_argument("--state", type=Path, help="file of what is done, to go on from")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="at most, in this call")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as root:
-        campaign = Campaign(Path(root), args.ranks, args.seed)
+        campaign = Campaign(Path(root), args.ranks, args.seed, args.four_tasks)
         print(f"a run: {campaign.seconds:.1f} s, {campaign.operations} file operations", flush=True)
         if args.state:
             campaign.read(args.state)
