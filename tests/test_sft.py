@@ -21,8 +21,15 @@ from rl_train.tasks.base import TaskContext
 from rl_train.tasks.sft_tasks import PointAnswers, true_answer
 from sa2va_hf.losses import mask_loss
 from sa2va_hf.processing_sa2va import normalise_tiles
-from sa2va_hf.prompts import DESCRIBE, NO_TARGET_ANSWER, SEGMENT_ANSWERS, SEGMENT_WORDINGS
+from sa2va_hf.prompts import (
+    DESCRIBE,
+    GROUNDED_CAPTION,
+    NO_TARGET_ANSWER,
+    SEGMENT_ANSWERS,
+    SEGMENT_WORDINGS,
+)
 from sa2va_hf.templates import template_map, video_lisa_encode_fn
+from tests.data.image_file_sets import write_gcg
 from tests.data.parquet_rows import visionreasoner_solution
 from tests.policies.tiny_points import write_qwen, write_sam
 from tests.runs import curve, events, on_one_core
@@ -123,6 +130,40 @@ def test_a_phrase_that_names_nothing_is_answered_without_seg(tmp_path):
     loss, statistics, _, _ = losses(made, [none[0]])
     loss.backward()
     assert statistics["masks"]["mask_loss"] == 0 and loss > 0
+
+
+def test_grounded_captions_are_taught_with_a_mask_for_each_phrase(tmp_path):
+    """The m-th [SEG] learns the m-th phrase's mask, and an answer's masks count as one."""
+    write_gcg(tmp_path / "data")
+    how = dict(dataset="gcg", data_dir=tmp_path / "data", eval_data_dir=tmp_path / "data")
+    how |= dict(tasks="grounded_captions", max_bad_fraction=1, train_eval_overlap="keep")
+    made = built(tmp_path, tmp_path / "run", max_completion_length=80, **how)
+    loss, statistics, batch, [examples] = losses(made, [0, 1])
+    policy = made.state.policy
+    texts = [policy.prompts.completion_text(ids.tolist()) for ids in examples.ids]
+    answers = ["the red <p> cup </p> [SEG]", "<p> a d </p> [SEG]og on <p> the </p> [SEG] right"]
+    assert texts == answers
+    assert all(GROUNDED_CAPTION in policy.tokenizer.decode(ids) for ids in examples.prompts.ids)
+    scores = policy.score_answers(examples.features, examples.prompts, examples.ids, examples.valid)
+    prompts = policy.scored_mask_embeddings(scores, examples.ids, examples.valid)
+    logits = policy.decode_masks(examples.features, [0, 1, 1], prompts)
+    one, left, right = mask_loss(logits, [*batch.objects[0], *batch.objects[1]])
+    expected = (one + (left + right) / 2) / 2
+    torch.testing.assert_close(statistics["gcg"]["mask_loss"], expected.detach())
+    loss.backward()
+    groups = {policy.group_of[n] for n, p in policy.trainable.items() if p.grad is not None}
+    assert groups == {"lora", "mlp1", "text_hidden_fcs", "sam2"}
+    short = examples.ids[:, :4], examples.valid[:, :4]  # without any [SEG]
+    examples.ids, examples.valid = short
+    scores = policy.score_answers(examples.features, examples.prompts, *short)
+    terms, measured = made.state.tasks[0].loss_terms(examples, examples.features, scores, 2.0)
+    assert terms == [] and measured["mask_loss"] == 0
+
+
+def test_grounded_captions_need_phrases(data, tmp_path):
+    made = built(data, tmp_path / "run", tasks="grounded_captions")
+    with pytest.raises(ValueError, match="--tasks grounded_captions: .* give --dataset gcg"):
+        losses(made, [0, 1])
 
 
 @pytest.mark.parametrize("chosen", [[], ALL, ["lora", "embeddings"]])
@@ -284,6 +325,6 @@ def test_its_flags_are_those_of_supervised_training(capsys):
         names |= set(kind.__dataclass_fields__)
     assert {"trainable_modules", "learning_rate", "lora_r"} <= names
     assert not {"num_generations", "kl_coef", "ema_half_life", "ablation_reward"} & names
-    known = "known: region_captions, referring_segmentation, point_answers"
+    known = "known: region_captions, referring_segmentation, grounded_captions, point_answers"
     with pytest.raises(SystemExit, match=known):
         cli.parse(["--tasks", "mask_caption_mask"], sft.SFT)

@@ -7,6 +7,7 @@ is that of GranDf_HA_GCG_train.json, as dataset/gcg_datasets/GranDf_gcg_ds.py of
 mbzuai-oryx/groundingLMM reads it; a phrase's masks are united.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rl_train.data.hub import resolve
@@ -18,15 +19,19 @@ from rl_train.data.image_files import (
     read_json_list,
 )
 from rl_train.data.polygons import encoded_or_damaged, union
+from rl_train.data.text import clean_caption
 
 FOLDERS = ("", "images", "GranDf_HA_images/train", "GranDf_HA_images/val_test")
+# Characters of no script that stand for the two tags while a caption is cleaned of tags.
+OPEN, CLOSE = "\ue000", "\ue001"
 
 
 class GCGDataset(ImageFileReader):
     """The captions of one JSON file, less the unusable ones.
 
     [i] -> see `read_sample`; a sample has the masks of its phrases as "objects", their union as its
-    mask, and the phrases, in the caption's order, as the column "phrases". image_id is "file/row".
+    mask, and the phrases, in the caption's order, as the column "phrases". The column
+    "grounded_caption" is `grounded_caption` of it. image_id is "file/row".
 
     Args:
         data_dir: folder of the JSON file, or a hub name, see `resolve`.
@@ -64,7 +69,10 @@ class GCGDataset(ImageFileReader):
                 fields.get("caption"),
                 place,
                 objects=masks,
-                columns=dict(phrases=[phrase for phrase, _ in phrases]),
+                columns=dict(
+                    phrases=[phrase for phrase, _ in phrases],
+                    grounded_caption=grounded_caption(fields.get("caption"), phrases),
+                ),
             )
         self._finish(data_dir)
 
@@ -72,14 +80,29 @@ class GCGDataset(ImageFileReader):
 def phrases_in_order(groundings: JsonValue) -> list[tuple[str, dict]]:
     """Return the phrases and their entries by their place in the caption, [] if one has no place.
 
-    Phrases at one place keep the order of the file.
+    A place is [start, end]. Phrases at one place keep the order of the file.
     """
     entries = list(groundings.items()) if isinstance(groundings, dict) else []
     starts = []
     for _, entry in entries:
         place = entry.get("token_positives") if isinstance(entry, dict) else None
-        if not isinstance(place, list) or not place or type(place[0]) not in (int, float):
+        if not isinstance(place, list) or [type(n) for n in place] != [int, int]:
             return []
         starts.append(place[0])
     order = sorted(range(len(entries)), key=starts.__getitem__)
     return [entries[k] for k in order]
+
+
+def grounded_caption(caption: JsonValue, phrases: Sequence[tuple[str, dict]]) -> str:
+    """Return the cleaned caption with tags around each phrase and [SEG] behind it.
+
+    As projects/sa2va/datasets/data_utils of bytedance/Sa2VA writes it: "<p> A dog </p> [SEG] sits".
+
+    Args: phrases: see `phrases_in_order`; a caption that is no text gives "".
+    """
+    text = caption if isinstance(caption, str) else ""
+    text = text.replace(OPEN, " ").replace(CLOSE, " ")
+    for _, entry in reversed(phrases):  # the last first, so that the places before it hold
+        start, end = entry["token_positives"]
+        text = f"{text[:start]}{OPEN}{text[start:end]}{CLOSE}{text[end:]}"
+    return clean_caption(text).replace(OPEN, "<p> ").replace(CLOSE, " </p> [SEG]")

@@ -4,6 +4,7 @@ Letters: B samples, one example of each a task, T tokens of the longest answer, 
 embedding, h w the size of mask logits.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from rl_train.config.flags import WEIGHT, flag
 from rl_train.engine import ScoreOutput
+from rl_train.evaluation import gcg_metrics
 from rl_train.loss import Statistic
 from rl_train.points.parser import AnswerFormat, PointPrompt
 from rl_train.policies.base import Features
@@ -152,6 +154,57 @@ class ReferringSegmentation(SFTTask):
         return [loss], dict(mask_loss=loss.detach(), mask_iou=(iou.sum(), len(iou)))
 
 
+class GroundedCaptions(SFTTask):
+    """Image -> caption with a mask for each phrase (GCG)."""
+
+    name, family = "gcg", "sa2va"
+    measure = staticmethod(gcg_metrics.measure)
+
+    @dataclass(frozen=True)
+    class Options:
+        weight: float = flag(1.0, "weight of gcg's loss", name="gcg_weight", type=WEIGHT)
+        trainable_modules = ("lora", "mlp1", "text_hidden_fcs", "sam2")
+
+    def __init__(self, options: Options, context: TaskContext):
+        self.context, self.loss_weight = context, options.weight
+
+    def examples(
+        self, batch: Batch, features: ImageFeatures, rngs: list[np.random.Generator]
+    ) -> tuple[Prompts, list[list[int]]]:
+        policy, answers = self.context.policy, batch.columns.get("grounded_caption", [])
+        if None in answers or not answers:
+            raise ValueError(
+                "--tasks grounded_captions: the samples of the data have no phrases with masks; "
+                "give --dataset gcg"
+            )
+        prompts = gcg_metrics.grounded_prompts(policy, features)
+        return prompts, [policy.prompts.answer(answer) for answer in answers]
+
+    def loss_terms(
+        self, examples: Examples, features: ImageFeatures, scores: ScoreOutput, rows: float
+    ) -> tuple[list[torch.Tensor], dict[str, Statistic]]:
+        """Return the masks' loss: the m-th [SEG] of an answer with the m-th phrase's mask.
+
+        It is the mean over the masks of each example. A [SEG] that is cut off, or beyond the
+        largest number of masks of an answer, has no term.
+        """
+        policy, regions = self.context.policy, examples.batch.regions
+        seg = policy.seg_tokens(examples.ids, examples.valid)  # (B, T)
+        image = seg.nonzero()[:, 0].tolist()  # (M,), row by row
+        if not image:
+            zero = scores.logp.new_zeros(())
+            return [], dict(mask_loss=zero, mask_iou=(zero, 0))
+        targets = [masks[m] for masks, num in zip(regions, seg.sum(1)) for m in range(num)]
+        prompts = policy.scored_mask_embeddings(scores, examples.ids, examples.valid)  # (M, D)
+        logits = policy.decode_masks(features, image, prompts)  # (M, h, w)
+        resized = resize_masks(targets, logits)
+        counts = Counter(image)
+        shares = torch.tensor([1 / counts[i] for i in image], device=logits.device)
+        loss = (resized_mask_loss(logits, resized) * shares).sum() / rows
+        iou = mask_iou(logits > 0, resized > 0, 1.0)
+        return [loss], dict(mask_loss=loss.detach(), mask_iou=(iou.sum(), len(iou)))
+
+
 class PointAnswers(PointTask, SFTTask):
     """Image and caption -> box and points, in the format that `point_segmentation` asks for.
 
@@ -239,5 +292,6 @@ def true_answer(
 SFT_TASKS = {
     "region_captions": RegionCaptions,
     "referring_segmentation": ReferringSegmentation,
+    "grounded_captions": GroundedCaptions,
     "point_answers": PointAnswers,
 }

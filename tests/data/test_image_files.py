@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from rl_train.data import gcg
 from rl_train.data.errors import BadData
 from rl_train.data.registry import DATASETS
 from tests.data import image_file_sets
@@ -58,6 +59,11 @@ def test_places_name_file_and_row(tmp_path, layout):
         ("muse", "muse_train.json", dict(file_name="a.jpg", questions=["a"], answers=[])),
         ("gcg", "GranDf_HA_GCG_train.json", dict(file_name="a.jpg", groundings={})),
         ("gcg", "GranDf_HA_GCG_train.json", dict(file_name="a.jpg", groundings=dict(a=7))),
+        (
+            "gcg",
+            "GranDf_HA_GCG_train.json",
+            dict(file_name="a.jpg", groundings=dict(a=dict(token_positives=[3]))),
+        ),
         ("jsonl", "rows.jsonl", dict(image="a.jpg", caption="a cup")),
         ("jsonl", "rows.jsonl", [1]),
     ],
@@ -153,11 +159,19 @@ def test_objects_of_a_question_are_united(tmp_path):
     assert np.array_equal(dataset[0]["mask"], image_file_sets.box(FIRST))
 
 
+def test_a_caption_is_cleaned_before_its_phrases_are_tagged():
+    places = [dict(token_positives=place) for place in ([0, 5], [13, 16])]
+    phrases = list(zip(("a dog", "mat"), places))
+    tagged = gcg.grounded_caption("a dog [SEG]  mat\n<image> \ue000.", phrases)
+    assert tagged == "<p> a dog </p> [SEG] <p> mat </p> [SEG]."
+
+
 def test_phrases_of_a_caption_have_their_masks_in_its_order(tmp_path):
     image_file_sets.write_gcg(tmp_path)
     dataset = DATASETS["gcg"](tmp_path)
     sample = dataset[1]
-    assert sample["columns"] == dict(phrases=["a dog", "the right"])
+    tagged = "<p> a d </p> [SEG]og on <p> the </p> [SEG] right"
+    assert sample["columns"] == dict(phrases=["a dog", "the right"], grounded_caption=tagged)
     assert [mask.any(0).argmax() for mask in sample["objects"]] == [30, 34]
     assert np.array_equal(sample["objects"].any(0), sample["mask"])
     assert dataset.has_objects and not dataset.names_nothing
