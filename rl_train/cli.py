@@ -24,6 +24,13 @@ from rl_train.utils.command_line import FlagParser
 from rl_train.utils.io import check_writable, lock, read_json
 from sa2va_hf import hub
 
+# Flags of earlier versions that --reward_weights says as well.
+SAID_BY_WEIGHTS = {
+    "--likelihood_weight": "loop2.meteor=0.5 loop2.likelihood=0.5",
+    "--use_llm_judge_loop2": "loop2.meteor=0.25 loop2.judge=0.75",
+    "--reward_only": "loop1.iou=0 loop2.meteor=0",
+}
+
 # Flags whose product stays the same at a resume: a step's samples depend on it.
 PROMPTS_PER_STEP_FACTORS = ("batch_size", "gradient_accumulation_steps", "world_size")
 
@@ -65,7 +72,10 @@ def build_parser(tasks: dict[str, type], program: EntryPoint = GRPO) -> FlagPars
 
 
 def flags_elsewhere(tasks: dict[str, type], program: EntryPoint) -> dict[str, str]:
-    """Return {flag with dashes: which --tasks have it} of those that a run of `tasks` lacks."""
+    """Return {flag with dashes: what to give instead, or which --tasks have it}.
+
+    Of flags that a run of `tasks` lacks.
+    """
     families = {task.family for task in tasks.values()}
     owners = {}  # {flag: names of tasks}
     for name, task in program.tasks.items():
@@ -83,11 +93,15 @@ def flags_elsewhere(tasks: dict[str, type], program: EntryPoint) -> dict[str, st
         if has_flag(field, families)
         for flag in (flag_name(field), *field.metadata["aliases"])
     }
-    return {
+    elsewhere = {
         f"--{flag}": f"only with --tasks {' or '.join(names)}"
         for flag, names in owners.items()
         if flag not in known
     }
+    if "reward_weights" in known:
+        for flag, weights in SAID_BY_WEIGHTS.items():
+            elsewhere[flag] = f"no such flag, give weights such as --reward_weights {weights}"
+    return elsewhere
 
 
 def config_classes(tasks: dict[str, type], program: EntryPoint) -> dict[type, str | None]:
@@ -189,11 +203,6 @@ def check_flag_combinations(config: Config, chosen: dict[str, type]):
         if config.flags.get(name) and not config.flags.get(needed):
             raise ValueError(f"--{name} {config.flags[name]}: needs --{needed}")
     if weights := config.reward.component_weights:
-        if config.reward.reward_only:
-            raise ValueError(
-                "--reward_weights: not with --reward_only, which leaves the tasks' own components "
-                "no weight"
-            )
         active = [chosen[name] for name in config.tasks]
         check_weights(weights, {task.name: task.reward_components for task in active})
     if config.reward.ablation_reward != "none":

@@ -12,8 +12,7 @@ from rl_train import cli
 from rl_train.config.flags import flag_fields, flag_name, has_flag
 from rl_train.config.grpo_config import Config
 from rl_train.policies.sa2va import Sa2VAPolicy
-from rl_train.tasks import DEFAULT_TASKS, TASKS, CaptionMaskCaption
-from rl_train.tasks.base import TaskContext
+from rl_train.tasks import DEFAULT_TASKS, TASKS
 from tests.ranks import fork
 from tests.runs import ROOT, complaint_of, flags, on_one_core
 
@@ -76,8 +75,6 @@ def test_flag_that_is_needed(complaint, name):
         ("ema_decay", -0.1),
         ("ema_decay", "nan"),
         ("ema_half_life", 0),
-        ("likelihood_weight", 1.1),
-        ("likelihood_weight", "nan"),
         ("ablation_reward", "random"),
         ("latent_std", -0.1),
         ("latent_std", -1),
@@ -138,15 +135,6 @@ def test_values_that_depend_on_others(data, tmp_path):
     def parse(**changes):
         return cli.parse(flags(data, tmp_path, **changes))
 
-    def share(**changes):
-        options = parse(**changes).tasks["caption_mask_caption"]
-        task = CaptionMaskCaption(options, TaskContext(None, None, 8, judge=object()))
-        return task.reward_weights.get("likelihood", 0)
-
-    judge = dict(use_llm_judge="", use_llm_judge_loop2="")
-    assert share() == share(**judge) == 0
-    assert share(**judge, likelihood_weight=0.3) == share(likelihood_weight=0.3) == 0.3
-
     def sigma(value):
         return parse(latent_std=value).tasks["caption_mask_caption"].latent_std
 
@@ -191,14 +179,17 @@ def test_an_order_that_is_none(complaint):
     assert "--sampler math:no: module 'math' has no attribute 'no'" in complaint(sampler="math:no")
 
 
-def test_judge_of_loop_2_needs_a_judge(complaint, tmp_path):
+def test_a_flag_that_needs_another(complaint, tmp_path):
     """Told before the model, of which there is none here, is read."""
-    sentence = complaint(use_llm_judge_loop2="", model_path=tmp_path)
-    assert "--use_llm_judge_loop2 True: needs --use_llm_judge" in sentence
+    sentence = complaint(allow_changed_data="", model_path=tmp_path)
+    assert "--allow_changed_data True: needs --resume" in sentence
 
 
-def test_judge_that_is_down(complaint, tmp_path):
-    sentence = complaint(use_llm_judge="", llm_judge_base_url="http://127.0.0.1:9/v1")
+@pytest.mark.parametrize(
+    "wanted", [dict(use_llm_judge=""), dict(reward_weights=["loop2.meteor=.25", "loop2.judge=.75"])]
+)
+def test_judge_that_is_down(complaint, tmp_path, wanted):
+    sentence = complaint(**wanted, llm_judge_base_url="http://127.0.0.1:9/v1")
     assert (
         "--llm_judge_base_url http://127.0.0.1:9/v1" in sentence
         and "meta-llama/Meta-Llama-3.1-8B-Instruct" in sentence
@@ -343,7 +334,7 @@ def test_every_flag_has_help(data, capsys):
 
 def test_a_run_of_both_loops_has_few_flags():
     parser = cli.build_parser({name: TASKS[name] for name in DEFAULT_TASKS})
-    assert len([action for action in parser._actions if action.dest != "help"]) <= 78
+    assert len([action for action in parser._actions if action.dest != "help"]) <= 75
 
 
 def test_a_misspelt_required_flag_is_said_to_be_misspelt(complaint):

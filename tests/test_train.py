@@ -154,7 +154,12 @@ def test_the_seed_decides_everything(data, two_steps, tmp_path):
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
 def test_accumulation_is_a_larger_batch(data, tmp_path, loss_type):
-    same = dict(loss_type=loss_type, learning_rate=1e-5, num_generations=4, likelihood_weight=0.5)
+    same = dict(
+        loss_type=loss_type,
+        learning_rate=1e-5,
+        num_generations=4,
+        reward_weights=["loop2.meteor=.5", "loop2.likelihood=.5"],
+    )
     whole = run(data, tmp_path / "whole", **same)
     parts = run(
         data,

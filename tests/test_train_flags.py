@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_train.loss import MicroBatchLoss
-from tests.runs import complaint_of, curve, events, flags, parts_of, rollouts, run, unmeasured
+from tests.runs import curve, events, parts_of, rollouts, run, unmeasured
 
 one_core = pytest.fixture(autouse=True)(unmeasured)
 
@@ -78,7 +78,8 @@ def test_loop_2_rewards_meteor_and_likelihood(data, tmp_path, monkeypatch, share
 
     monkeypatch.setattr("rl_train.rewards.combine.normalise_components", scaled)
     how = dict(num_generations=4, scale_components="") if share == 0.25 else {}
-    flags = dict(tasks="caption_mask_caption", likelihood_weight=share, **how)
+    weights = [f"loop2.meteor={1 - share}", f"loop2.likelihood={share}"]
+    flags = dict(tasks="caption_mask_caption", reward_weights=weights, **how)
     lines = rollouts(run(data, tmp_path, max_steps=1, **flags))
     assert any(line["reward"] for line in lines)
     for line in lines:
@@ -157,15 +158,11 @@ def test_a_users_reward_knows_its_task_and_replaces_its_components(data, tmp_pat
     (tmp_path / "users_by_task.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     how = dict(reward="users_by_task:by_task=0.5", num_generations=4, max_steps=1)
-    alone = rollouts(run(data, tmp_path / "alone", reward_only="", **how))
+    weights = ["loop1.iou=0", "loop2.meteor=0"]
+    alone = rollouts(run(data, tmp_path / "alone", reward_weights=weights, **how))
     assert {(line["task"], line["reward"]) for line in alone} == {("loop1", 0.5), ("loop2", 1.0)}
     assert any(line["iou"] for line in alone if line["task"] == "loop1")  # logged
     beside = rollouts(run(data, tmp_path / "beside", **how))
     for line in beside:
         if line["task"] == "loop1":
             assert line["reward"] == pytest.approx(line["iou"] + 0.5, abs=1e-5)
-
-
-def test_reward_only_needs_a_reward(data, tmp_path, capsys):
-    sentence = complaint_of(capsys, flags(data, tmp_path / "run", reward_only=""))
-    assert "--reward_only" in sentence and "needs --reward" in sentence

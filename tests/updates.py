@@ -38,8 +38,11 @@ def task_of(model, loop: int, roles: Roles | None = None, max_new_tokens=STEPS, 
     """Loop 1's or 2's task with these options; without roles it can ask, not judge."""
     kind = (MaskCaptionMask, CaptionMaskCaption)[loop - 1]
     if loop == 2:
-        options = dict(latent_std=SIGMA, mask_loss_coef=0.0, likelihood_weight=0.5) | options
-    return kind(kind.Options(**options), TaskContext(model, roles, max_new_tokens))
+        options = dict(latent_std=SIGMA, mask_loss_coef=0.0) | options
+    task = kind(kind.Options(**options), TaskContext(model, roles, max_new_tokens))
+    if loop == 2:  # METEOR and likelihood, so that both are computed
+        task.weigh({"meteor": 0.5, "likelihood": 0.5})
+    return task
 
 
 def roll(model, task, batch, num_generations=GENERATIONS, max_new_tokens=STEPS, step=0):

@@ -354,7 +354,7 @@ def check_steps(run: Run) -> tuple[str, None]:
 def start_steps(
     args: argparse.Namespace, flags: list[str], folder: Path, scratch: Path, says_seg: bool
 ) -> tuple[str, Run]:
-    """Build a run by the caller's flags, with random rewards, on drawn pictures or --data_dir.
+    """Build a run by the caller's flags, on drawn pictures or --data_dir, with random rewards too.
 
     Args:
         says_seg: the model answered a question with a mask.
@@ -369,7 +369,7 @@ def start_steps(
         own |= dict(latent_std=1)
     words = [word for name, value in own.items() for word in (f"--{name}", str(value))]
     with contextlib.redirect_stdout(io.StringIO()):  # what a run says of itself
-        config = cli.parse([*words, "--reward_only", *flags])
+        config = cli.parse([*words, *flags])
         run = start_run(config, process_group.init())
     counts = [weight.numel() for weight in run.state.policy.trainable.values()]
     return f"{sum(counts):,d} weights train; {len(run.data.train_set)} samples", run

@@ -35,10 +35,11 @@ ROOT = Path(__file__).parents[1]
 DEMO_CHECKPOINT = ROOT / "tools" / "demo" / "checkpoint"
 POINTS_CHECKPOINT = ROOT / "tools" / "demo" / "points_checkpoint"
 SMALL = "--dtype float32 --lora_r 16 --lora_alpha 32 --no-gradient_checkpointing --num_workers 1"
+HALF_LIKELIHOOD = "--reward_weights loop2.meteor=0.5 loop2.likelihood=0.5"
 LOOPS = (
     f"{SMALL} --max_completion_length 32 --micro_batch_size 16 --batch_size 4 --num_generations 8 "
     "--learning_rate 1.5e-4 --text_hidden_fcs_lr 1e-3 --ema_decay 0.95 --kl_coef 0.02 "
-    "--eval_samples 16 --eval_steps 0 --likelihood_weight 0.5 --merge_at_end none"
+    f"--eval_samples 16 --eval_steps 0 {HALF_LIKELIHOOD} --merge_at_end none"
 )
 # Other ways through the same code: sequence ratios, several updates, accumulation.
 LOOPS_OTHERWISE = (
@@ -46,7 +47,7 @@ LOOPS_OTHERWISE = (
     "--learning_rate 1e-4 --loss_type gspo --num_iterations 2 --gradient_accumulation_steps 2 "
     "--scale_rewards batch --scale_components --mask_truncated_completions --entropy_coef 0.01 "
     "--ema_half_life 0.2 --mask_loss_coef 0.1 --eval_samples 8 --eval_steps 1 --distractors "
-    "--likelihood_weight 0.5 --merge_at_end none"
+    f"{HALF_LIKELIHOOD} --merge_at_end none"
 )
 POINTS = (
     f"{SMALL} --tasks point_segmentation --answer_style points --image_size 96 "

@@ -262,7 +262,8 @@ class RewardConfig:
 
     use_llm_judge: bool = flag(
         False,
-        "let an LLM judge captions; loop 1's reward then gains 0.25 METEOR + 0.75 judge",
+        "let an LLM judge captions; loop 1's reward then gains 0.25 METEOR + 0.75 judge, "
+        "loop 2's only by --reward_weights",
     )
     llm_judge_base_url: str = flag(
         "http://localhost:9100/v1",
@@ -312,24 +313,19 @@ class RewardConfig:
     )
     reward_weights: list[str] = flag(
         [],
-        "weights of components in the tasks' own rewards, such as loop1.iou=1 loop1.meteor=0.25 "
-        "loop2.likelihood=0.5 (docs/algorithm.md); others keep theirs, and one of weight 0 is not "
-        "computed",
+        "weights of components in the tasks' own rewards, such as loop2.meteor=0.5 "
+        "loop2.likelihood=0.5 or, with the judge, loop2.meteor=0.25 loop2.judge=0.75 "
+        "(docs/algorithm.md); others keep theirs, and one of weight 0 is not computed",
         default_is="loop1.iou=1 loop2.meteor=1 referring.iou=1 captioning.meteor=1",
         metavar="TASK.COMPONENT=WEIGHT",
         type=weight_text,
+        action="extend",  # a second --reward_weights adds to the first
     )
     reward: list[str] = flag(
         [],
         "your own reward functions, added to every task's reward; a function with an argument "
         "`task` is told which task it is: loop1, loop2, .. (docs/extending.md)",
         metavar="MODULE:FUNCTION[=WEIGHT]",
-    )
-    reward_only: bool = flag(
-        False,
-        "let the functions of --reward replace the tasks' own reward components, which are only "
-        "logged",
-        needs="reward",
     )
 
     @property

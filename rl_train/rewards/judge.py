@@ -75,8 +75,9 @@ class LLMJudge:
             import openai
         except ImportError as error:
             raise ValueError(
-                "the judge of --use_llm_judge and tools.experiments.dlc_bench needs the "
-                "openai library: pip install -e '.[judge]' (the extra `judge`)"
+                "the LLM judge (--use_llm_judge, a weight of --reward_weights, "
+                "tools.experiments.dlc_bench) needs the openai library: pip install -e '.[judge]' "
+                "(the extra `judge`)"
             ) from error
         self.error = openai.OpenAIError
         self.client = partial(

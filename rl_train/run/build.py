@@ -146,9 +146,6 @@ def build(
     )
     tasks = [config.task_classes[name](options, context) for name, options in config.tasks.items()]
     weigh_components(tasks, config.reward.component_weights)
-    if config.reward.reward_only:
-        for task in tasks:
-            task.reward_weights = context.user_weights
     steps_of_epochs = math.ceil(config.optim.num_train_epochs * sampler.steps_per_epoch)
     max_steps = config.optim.max_steps or steps_of_epochs
     optimizer = build_optimizer(config.optim, policy)

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from rl_train.config.flags import FRACTION, WEIGHT, flag
+from rl_train.config.flags import WEIGHT, flag
 from rl_train.policies.sa2va_queries import caption_likelihood, describe, region_grids
 from rl_train.rewards import mask_iou
-from rl_train.rewards.captions import CAPTION_REWARDS, JUDGE_SHARES, caption_rewards
+from rl_train.rewards.captions import CAPTION_REWARDS, caption_rewards
 from rl_train.rollout import RewardOutput, Rollout
 from rl_train.tasks.base import TaskContext, with_measurements
 from rl_train.tasks.mask_answers import FORM_REWARDS, MaskAnswers, MaskOptions
@@ -28,26 +28,10 @@ class CaptionMaskCaption(MaskAnswers):
             aliases=("caption_to_mask_weight",),
             type=WEIGHT,
         )
-        likelihood_weight: float = flag(
-            0.0,
-            "weight of the true caption's likelihood in loop 2's reward; METEOR (with "
-            "--use_llm_judge_loop2: 0.25 METEOR + 0.75 judge) has the rest",
-            type=FRACTION,
-        )
-        use_llm_judge_loop2: bool = flag(
-            False,
-            "let the judge score loop 2 too: 0.25 METEOR + 0.75 judge in place of METEOR",
-            needs="use_llm_judge",
-        )
 
     def __init__(self, options: Options, context: TaskContext):
         super().__init__(options, context)
-        use_judge, likelihood_weight = options.use_llm_judge_loop2, options.likelihood_weight
-        if use_judge and likelihood_weight == 1:
-            raise ValueError("--use_llm_judge_loop2: --likelihood_weight 1 leaves the judge none")
-        text = JUDGE_SHARES if use_judge else {"meteor": 1.0}
-        weights = {name: (1 - likelihood_weight) * weight for name, weight in text.items()}
-        self.weigh(weights | {"likelihood": likelihood_weight})
+        self.weigh({"meteor": 1.0})
 
     def rewards(self, rollout: Rollout) -> RewardOutput:
         """Return {"meteor", "iou", "likelihood", ..: (N,)} of the sampled masks.

@@ -55,14 +55,15 @@ class MaskCaptionMask(Task):
         An empty caption scores 0 without asking the teacher; so does a reply without [SEG]. With
         --use_llm_judge or --reward_weights, `caption_rewards` count beside the IoU: they compare
         the sampled caption with the true one. A row that the judge gives NaN is not scored at all.
-        If the IoU has no weight, the teacher is not asked, and pictures have the regions. See
-        `with_measurements` for "on_target" and the user's rewards, which see the teacher's masks.
+        If the IoU has no weight and the user no reward, the teacher is not asked, and pictures have
+        the regions. See `with_measurements` for "on_target" and the user's rewards, which see the
+        teacher's masks.
         """
         device = self.context.policy.device
         captions = rollout.of_rows(rollout.batch.captions)
         targets = rollout.of_rows([to_device(mask, device) for mask in rollout.batch.masks])
         found, rewards = RowMasks(targets, []), {}
-        if "iou" in self.components:
+        if "iou" in self.components or self.context.user_rewards:
             found = self.teacher_masks(rollout, targets)
             rewards["iou"] = mask_iou(found.masks, targets)
         rewards |= caption_rewards(self.components, captions, rollout.texts, self.context)

@@ -113,6 +113,16 @@ def test_supervised_training_has_the_aliases_of_its_flags():
         (["--reward_weight", "1"], "--reward_weight: no such flag, did you mean --reward_weights?"),
         (["--hub_token", "x", "--epsilons", "1"], "flag; --epsilons: no such flag, did you mean"),
         (["--hub_token", "x"], "rl_train: --hub_token: no such flag"),
+        (
+            ["--likelihood_weight", "1"],
+            "rl_train: --likelihood_weight: no such flag, give weights such as --reward_weights "
+            "loop2.meteor=0.5 loop2.likelihood=0.5",
+        ),
+        (
+            ["--use_llm_judge", "--use_llm_judge_loop2"],
+            "rl_train: --use_llm_judge_loop2: no such flag, give weights such as --reward_weights "
+            "loop2.meteor=0.25 loop2.judge=0.75",
+        ),
         (["beta"], "rl_train: beta: neither a flag nor the value of one"),
         (["--answer_style", "points"], "--answer_style: only with --tasks point_segmentation"),
         (["--sam_path", "x"], "--sam_path: only with --tasks point_segmentation"),

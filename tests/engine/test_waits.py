@@ -12,7 +12,7 @@ from tests.pretend import Gpu, There
 from tools.benchmarks import workload
 
 FLAGS = "--batch_size 2 --num_generations 2 --max_completion_length 4 --lora_r 4 "
-FLAGS += "--micro_batch_size 3 --dtype float32 --likelihood_weight 0.5"
+FLAGS += "--micro_batch_size 3 --dtype float32 --reward_weights loop2.meteor=.5 loop2.likelihood=.5"
 OPTIONS = workload.Options(
     device="cpu", sizes="tiny", prompt_length=200, answer_tokens=4, flags=FLAGS.split()
 )

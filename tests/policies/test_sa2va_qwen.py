@@ -243,7 +243,8 @@ def ten_steps_of_both_loops(folder, data, tmp_path):
     """Check gradient in every group, rewards that vary, and after a kill the same numbers."""
 
     def run(output, **changes):
-        settings = LOOPS | dict(max_steps=10, save_steps=8, likelihood_weight=1)
+        weights = ["loop2.meteor=0", "loop2.likelihood=1"]
+        settings = LOOPS | dict(max_steps=10, save_steps=8, reward_weights=weights)
         return runs.run(data, output, model_path=folder, **settings | changes)
 
     whole = run(tmp_path / "whole")

@@ -57,7 +57,7 @@ def test_misuse_raises():
 
 def test_without_the_library_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "openai", None)
-    with pytest.raises(ValueError, match=r"--use_llm_judge .*\[judge\]"):
+    with pytest.raises(ValueError, match=r"--use_llm_judge, .*\[judge\]"):
         LLMJudge("http://127.0.0.1:9/v1", MODEL)
 
 

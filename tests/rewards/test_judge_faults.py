@@ -17,6 +17,7 @@ from tests.ranks import finish, rank_environments
 from tests.runs import complaint_of, flags, on_one_core, rollouts, run, start
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
+LOOP2 = ["loop2.meteor=.25", "loop2.judge=.75"]
 MANY = os.environ.get("JUDGE_FAULTS") == "all"
 
 
@@ -28,7 +29,7 @@ def impatient(monkeypatch):
 
 
 def judged_flags(data, output, server, **changes) -> list[str]:
-    judge = dict(use_llm_judge="", use_llm_judge_loop2="", llm_judge_base_url=server.url)
+    judge = dict(use_llm_judge="", reward_weights=LOOP2, llm_judge_base_url=server.url)
     return flags(data, output, **judge | changes)
 
 
@@ -78,7 +79,7 @@ def test_a_judge_that_fails_now_and_then_stops_nothing(data, tmp_path, fault):
         return FAULTS[fault](chat, n) if n % 8 == 7 else overlap(chat)
 
     with JudgeServer(behaviour) as server:
-        judge = dict(use_llm_judge="", use_llm_judge_loop2="", llm_judge_base_url=server.url)
+        judge = dict(use_llm_judge="", reward_weights=LOOP2, llm_judge_base_url=server.url)
         lines = rollouts(run(data, tmp_path / "run", max_steps=4, num_generations=8, **judge))
         assert len(lines) == 4 * 32 and sum(line["judge"] is None for line in lines) < 40
         assert sum(line["judge"] is not None for line in lines) > 80
@@ -100,7 +101,7 @@ def test_one_ranks_judge_that_fails_stops_all_ranks(data, tmp_path):
                 max_steps=500,
                 llm_judge_base_url=judge.url,
                 use_llm_judge="",
-                use_llm_judge_loop2="",
+                reward_weights=LOOP2,
             )
             for environment, other in zip(rank_environments(), others)
         ]

@@ -17,7 +17,8 @@ from tests.ranks import forked, free_port
 from tests.runs import ENVIRONMENT, ROOT, rollouts, run, start, unmeasured
 
 one_core = pytest.fixture(autouse=True)(unmeasured)
-JUDGE = dict(use_llm_judge="", use_llm_judge_loop2="")
+LOOP2 = ["loop2.meteor=.25", "loop2.judge=.75"]
+JUDGE = dict(use_llm_judge="", reward_weights=LOOP2)
 TIMEOUT = 90
 
 

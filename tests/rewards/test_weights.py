@@ -4,6 +4,7 @@ import pytest
 
 from rl_train import cli
 from rl_train.rewards.weights import ComponentWeight, of_task
+from rl_train.utils.io import write_json
 from tests.runs import complaint_of, flags
 
 TASKS = ["mask_caption_mask", "caption_mask_caption", "referring", "captioning"]
@@ -70,6 +71,16 @@ def test_what_leaves_no_reward_is_refused(data, tmp_path, capsys):
     argv = flags(data, tmp_path / "run", reward_weights="loop1.iou=0")
     sentence = complaint_of(capsys, argv)
     assert "--reward_weights: leaves loop1 no component with a weight" in sentence
-    argv = flags(data, tmp_path / "run", reward_weights="loop1.iou=1", reward="json:dumps")
-    sentence = complaint_of(capsys, [*argv, "--reward_only"])
-    assert "--reward_weights: not with --reward_only" in sentence
+
+
+def test_a_resume_with_other_weights_is_refused(data, tmp_path):
+    """By the flag's name, with both values."""
+    half, whole = ["loop2.meteor=.5", "loop2.likelihood=.5"], ["loop2.likelihood=1"]
+    config, other = (
+        cli.parse(flags(data, tmp_path / "run", reward_weights=weights, resume=""))
+        for weights in (half, whole)
+    )
+    write_json(tmp_path / "run" / "config.json", config.flags)
+    cli.check_output_dir(config, config.flags)
+    with pytest.raises(ValueError, match="another config: --reward_weights was .*=.5'], now .*=1"):
+        cli.check_output_dir(other, other.flags)

@@ -17,7 +17,9 @@ from tests.runs import complaint_of, curve, distance, flags, rollouts, run, unme
 
 one_core = pytest.fixture(autouse=True)(unmeasured)
 G = 3
-RUN = dict(loop2_weight=0, num_generations=G, max_steps=2, save_steps=1, reward_only="")
+RUN = dict(
+    loop2_weight=0, num_generations=G, max_steps=2, save_steps=1, reward_weights="loop1.iou=0"
+)
 RUN |= dict(reward="often_equal:often_equal", resample_equal_groups=2, seed=1)
 
 

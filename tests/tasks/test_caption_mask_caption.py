@@ -105,24 +105,6 @@ def test_against_another_sample_s_target(model, batch):
         assert not torch.allclose(found.rewards["likelihood"], likelihood, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    "share, judge, weights",
-    [
-        (0.0, None, {"meteor": 1.0}),
-        (0.5, None, {"meteor": 0.5, "likelihood": 0.5}),
-        (1.0, None, {"likelihood": 1.0}),
-        (0.0, object(), {"meteor": 0.25, "judge": 0.75}),
-        (0.5, object(), {"meteor": 0.125, "judge": 0.375, "likelihood": 0.5}),
-    ],
-)
-def test_weights(share, judge, weights):
-    """With a judge the whole reward cannot be the likelihood's: the flags refuse it."""
-    options = Options(likelihood_weight=share, use_llm_judge_loop2=bool(judge))
-    assert (
-        CaptionMaskCaption(options, TaskContext(None, None, STEPS, judge)).reward_weights == weights
-    )
-
-
 def test_a_judge_that_loop_2_does_not_use_has_no_share():
     task = CaptionMaskCaption(Options(), TaskContext(None, None, STEPS, object()))
     assert task.reward_weights == {"meteor": 1.0}
@@ -145,7 +127,8 @@ def test_with_a_judge_and_a_reward_of_the_users_own(model, batch, tmp_path, monk
     monkeypatch.syspath_prepend(tmp_path)
     judge, reward = Judge(), UserReward("of_loop_2:ones", 2.0)
     context = TaskContext(model, Roles(model.trainable), STEPS, judge, (reward,))
-    task = CaptionMaskCaption(Options(latent_std=4.0, use_llm_judge_loop2=True), context)
+    task = CaptionMaskCaption(Options(latent_std=4.0), context)
+    task.weigh({"meteor": 0.25, "judge": 0.75})
     assert task.reward_weights == {"meteor": 0.25, "judge": 0.75, "ones": 2.0}
     rollout = roll(model, task, batch)
     outcome = task.rewards(rollout)

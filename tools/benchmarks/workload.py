@@ -31,7 +31,7 @@ from rl_train.rewards.combine import combine
 from rl_train.rewards.custom import UserReward
 from rl_train.roles import Roles
 from rl_train.rollout import Batch
-from rl_train.run.build import build_optimizer, roles_to_keep
+from rl_train.run.build import build_optimizer, roles_to_keep, weigh_components
 from rl_train.run.memory_estimate import GIB
 from rl_train.tasks.base import TaskContext
 from rl_train.train import clip_gradients
@@ -50,7 +50,7 @@ from tools.benchmarks.workload_sa2va import make_batch, mask_of, region_cells
 FIXED = "gradient_accumulation_steps num_iterations latent_std ablation_reward tasks max_tiles "
 FIXED += "loop1_weight loop2_weight scale_components"
 COMMON = "--model_path . --data_dir . --output_dir unused --reward tools.benchmarks.workload:order "
-SA2VA_FLAGS = COMMON + "--latent_std 1 --likelihood_weight 0 --ema_decay 0.999"
+SA2VA_FLAGS = COMMON + "--latent_std 1 --ema_decay 0.999"
 POINTS_FLAGS = COMMON + "--tasks point_segmentation --sam_path . --max_completion_length 300"
 SEG_AT = 2  # index of [SEG] in an answer
 NOT_SEG = 1  # token that stands for a [SEG] sampled elsewhere: neither [SEG] nor `lengths.END`
@@ -82,9 +82,7 @@ class Options(Timed):
     budget_gib: float | None = flag(
         None, "of a GPU, of which torch takes no more: to play a smaller one", type=POSITIVE
     )
-    flags: tuple = flag(
-        (), "last: those of rl_train.train, likelihood share 0", nargs=argparse.REMAINDER
-    )
+    flags: tuple = flag((), "last: those of rl_train.train", nargs=argparse.REMAINDER)
 
     @property
     def shapes(self) -> dict:
@@ -322,6 +320,7 @@ def random_state(
     rewards = tuple(map(UserReward.parse, config.reward.reward))
     context = TaskContext(policy, roles, tokens, user_rewards=rewards)
     tasks = [task_classes[name](options, context) for name, options in config.tasks.items()]
+    weigh_components(tasks, config.reward.component_weights)
     optimizer = build_optimizer(config.optim, policy)
     return RunState(policy, roles, tasks, optimizer, scheduler=None)
 

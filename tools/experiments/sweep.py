@@ -49,6 +49,7 @@ SHORT = (
     "--no-gradient_checkpointing --num_workers 0 --max_steps 160 "
     "--eval_samples 128 --eval_steps 0 --save_steps 1000 --merge_at_end none"
 )
+HALF_LIKELIHOOD = "--reward_weights loop2.meteor=0.5 loop2.likelihood=0.5"
 POLICY_TERM = "--mask_loss_coef 0"  # without the supervised mask term
 LOOPS = dict(
     loop1="--tasks mask_caption_mask",
@@ -60,9 +61,9 @@ ARMS = LOOPS | {
     for control in ablations.ablations_of(loop)
 }
 ARMS |= {  # loop2's reward is METEOR
-    "loop2_half_likelihood": f"{LOOPS['loop2']} --likelihood_weight 0.5",
-    "loop2_likelihood": f"{LOOPS['loop2']} --likelihood_weight 1",
-    "loop2_scaled": f"{LOOPS['loop2']} --likelihood_weight 0.5 --scale_components",
+    "loop2_half_likelihood": f"{LOOPS['loop2']} {HALF_LIKELIHOOD}",
+    "loop2_likelihood": f"{LOOPS['loop2']} --reward_weights loop2.meteor=0 loop2.likelihood=1",
+    "loop2_scaled": f"{LOOPS['loop2']} {HALF_LIKELIHOOD} --scale_components",
     "loop2_tokens": f"{LOOPS['loop2']} --latent_std 0",
     "both": POLICY_TERM,  # the demo as it ships
     "defaults": "",  # both loops, with the mask term

@@ -47,7 +47,7 @@ def test_every_arm_is_flags_that_the_run_knows(tmp_path):
     of_points = {f"points_{c}": c for c in ablations_of("points") if c != "hidden"}
     of_loops = {f"{loop}_{c}": c for loop in ("loop1", "loop2") for c in ablations_of(loop)}
     assert controls == of_loops | of_points
-    assert found["defaults"].likelihood_weight == 0 and found["defaults"].latent_std == "auto"
+    assert found["defaults"].reward_weights == [] and found["defaults"].latent_std == "auto"
 
 
 def test_flags_for_all_arms_stand_behind_two_dashes():

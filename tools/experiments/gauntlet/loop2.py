@@ -39,7 +39,7 @@ REWARD = "meteor"  # the task's default
 # Scores that are rewards of the task, or its ceiling: not cheap.
 TRUE_SCORES = {
     REWARD: "METEOR, the true reward",
-    "likelihood": "likelihood with the image, the true reward at --likelihood_weight 1",
+    "likelihood": "likelihood with the image, the true reward of loop2.likelihood=1",
     "iou": "IoU with the region: the ceiling",
 }
 
@@ -115,10 +115,9 @@ def sample_scores(
 def choose(training: Regions, num_generations: int, latent_std: float | str) -> Chosen:
     """Choose every cheap cause on training regions, by the IoU with them: the strongest rivals."""
     require_wordnet()
-    options = CaptionMaskCaption.Options(
-        latent_std=latent_std, mask_loss_coef=0.0, likelihood_weight=0.5
-    )
+    options = CaptionMaskCaption.Options(latent_std=latent_std, mask_loss_coef=0.0)
     task = CaptionMaskCaption(options, TaskContext(training.policy, OneModel(), training.tokens))
+    task.weigh({REWARD: 0.5, "likelihood": 0.5})  # both are computed
     task.action.calibrate([batch for batch, _ in training.parts], training.tokens)
     causes = variants_of(training)
     named = {
