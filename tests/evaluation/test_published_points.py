@@ -51,9 +51,14 @@ def folders(tmp_path_factory):
         image.save(data, "PNG")
         rows.append(dict(image=dict(bytes=data.getvalue(), path=None), text=text))
         rows[-1] |= dict(mask=mask.tolist(), image_id=str(k), ann_id="0")
+    sam = write_sam(folder / "sam")
+    # Else SAM2 itself takes the best of its masks where its single one is unstable.
+    config = json.loads((sam / "config.json").read_text())
+    config["mask_decoder_config"]["dynamic_multimask_via_stability"] = False
+    (sam / "config.json").write_text(json.dumps(config))
     return dict(
         model_path=write_qwen(folder / "qwen"),
-        sam_path=write_sam(folder / "sam"),
+        sam_path=sam,
         data_dir=write(folder / "data", rows),
         rows=rows,
     )
