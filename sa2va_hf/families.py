@@ -115,6 +115,6 @@ def describe(model: Sa2VAModel, region_prompt: str) -> str:
         f"{config.raw.get('transformers_version', '(not said)')}: LLM of {llm.num_hidden_layers} "
         f"layers, width {llm.hidden_size}, {llm.vocab_size} tokens; {sam} at "
         f"{config.sam2.image_size} pixels; template {config.template}; {model.image_token} is "
-        f"{model.img_context_id}, [SEG] {model.seg_id}, its state {seg} the final norm; region "
-        f"prompts: {region_prompt}{trained}"
+        f"{model.img_context_id}, [SEG] {model.seg_id}, whose state {seg} the final norm prompts "
+        f"{sam}; --region_prompt {region_prompt}{trained}"
     )

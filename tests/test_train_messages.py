@@ -2,12 +2,14 @@
 
 import re
 import shlex
+import shutil
 import warnings
 from pathlib import Path
 
 import pytest
 
 from rl_train import train
+from rl_train.run import messages
 from tests.runs import flags, on_one_core, run
 from tools import evaluate, rollouts
 
@@ -19,18 +21,24 @@ def log_of(output: Path) -> list[str]:
     return (output / "train.log").read_text().split("\n")
 
 
-def test_a_run_says_what_it_does(data, tmp_path, capsys):
+def test_a_run_says_what_it_does(data, tmp_path, capsys, monkeypatch):
+    """With its warnings of a GPU that is not used and of a model that is large for a CPU."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(shutil, "which", {"nvidia-smi": "/bin/nvidia-smi"}.get)
+    monkeypatch.setattr(messages, "LARGE_FOR_A_CPU", 1000)
     output = run(data, tmp_path / "run", **SMALL, logging_steps=1, merge_at_end="auto")
     printed = capsys.readouterr().out.splitlines()
     expected = [
         r"device: CPU, 1 thread; 1 process",
+        r"warning: an NVIDIA GPU seems to be there, but training uses the CPU: .*",
         r"training data, .*/train: 117 regions of 117 rows; none skipped",
         r"evaluation data, .*/heldout: 24 regions of 24 rows; none skipped",
         r"model: family sa2va, .*/checkpoint, frozen weights in float32",
         r"trainable parameters: [\d,]+ of [\d,]+ \(\d+\.\d\d%\): lora .*",
+        r"warning: 0\.0 billion parameters are about to be trained on a CPU; .*",
         r"memory expected per process, without activations: .* MiB \(frozen base .*\)",
         r"evaluation before training, 4 samples: cycle_iou 0\.\d{4}, .*",
-        r"step 1/2 \| loss .* \| loop1 reward 0\.\d+ \(iou 0\.\d+\) policy_loss .* kl .*"
+        r"step 1/2 \| loss .* \| loop1 reward 0\.\d+ \(iou\) policy_loss .* kl .*"
         r" \| learning rate 5\.00e-05 \| \d+\.\d s per step",
         rf"saved {output}/checkpoint_step_1",
         r"step 2/2 \| .*",

@@ -47,11 +47,15 @@ def split_dataset(
         check_bad_fraction(eval_set.report(), 0, max_bad_fraction, name)
         keys, eval_keys = picture_keys(dataset, eval_set)
         shared = np.isin(keys, eval_keys)  # (n,)
+        in_both = "none in both"
+        if shared.any():
+            in_both = (
+                f"{len(np.unique(keys[shared])):,d} in both ({shared.sum():,d} of "
+                f"{len(dataset):,d} training regions) (--train_eval_overlap {train_eval_overlap})"
+            )
         log(
             f"images: {len(np.unique(keys)):,d} to train on, {len(np.unique(eval_keys)):,d} to "
-            f"evaluate on, {len(np.unique(keys[shared])):,d} in both ({shared.sum():,d} of "
-            f"{len(dataset):,d} training regions)"
-            + (f" (--train_eval_overlap {train_eval_overlap})" if shared.any() else "")
+            f"evaluate on, {in_both}"
         )
         if shared.any() and train_eval_overlap == "refuse":
             raise ValueError(

@@ -115,5 +115,5 @@ def preferred_role(folder: Path) -> str:
     shown = ", ".join(f"{role} {score:.4f}" for role, score in scores.items())
     chosen = metrics_for_best(evaluation["means"], names)
     score = f"the mean of {' and '.join(chosen)}" if len(chosen) > 1 else chosen[0]
-    print0(f"--role auto: {best}, by {score} on the evaluation split: {shown}")
+    print0(f"merging the {best}, by {score} on the evaluation split: {shown}")
     return best

@@ -120,15 +120,15 @@ def step_line(
     step: int,
     max_steps: int,
     values: dict[str, float],
-    components: dict[str, list[str]],
+    components: dict[str, dict[str, bool]],
     seconds: float,
 ) -> str:
     """Return a line of the metrics of a step, or of their means over several.
 
     Args:
         values: {metric: value}; of a step without an update no loss.
-        components: {task: the names of its reward components}; without any the task's losses are
-            shown.
+        components: {task: {reward component: whether it counts in the reward}}; without any the
+            task's losses are shown.
         seconds: of a step.
     """
     parts = [f"step {step}/{max_steps}"]
@@ -140,8 +140,7 @@ def step_line(
     for task, names in components.items():
         words = [f"{task}"]
         if f"{task}/reward_mean" in values:
-            rewards = [f"{n} {values[f'{task}/{n}']:.3f}" for n in names if f"{task}/{n}" in values]
-            words.append(f"reward {values[f'{task}/reward_mean']:.3f} ({', '.join(rewards)})")
+            words.append(reward_words(task, values, names))
         shown = {"policy_loss": "policy_loss", "kl_div": "kl"} if names else {"loss": "loss"}
         for metric, word in shown.items():
             if f"{task}/{metric}" in values:
@@ -149,6 +148,21 @@ def step_line(
         parts.append(" ".join(words))
     parts += [f"learning rate {values['learning_rate']:.2e}", f"{seconds:.1f} s per step"]
     return " | ".join(parts)
+
+
+def reward_words(task: str, values: dict[str, float], components: dict[str, bool]) -> str:
+    """Return the mean reward of a task, in brackets what it is made of, then what is only measured.
+
+    Args: see `step_line`; components: of this task.
+    """
+    reward = f"{values[f'{task}/reward_mean']:.3f}"
+    figures = {n: f"{values[f'{task}/{n}']:.3f}" for n in components if f"{task}/{n}" in values}
+    counted = {name: figure for name, figure in figures.items() if components[name]}
+    parts = [f"{name} {figure}" for name, figure in counted.items()]
+    if list(counted.values()) == [reward]:
+        parts = list(counted)  # the reward is this component: its figure would stand there twice
+    measured = [f"{name} {figure}" for name, figure in figures.items() if not components[name]]
+    return ", ".join([f"reward {reward} ({', '.join(parts)})", *measured])
 
 
 def number(value: float) -> str:

@@ -130,9 +130,12 @@ class StepCallback:
         self, state: save_load.RunState, scored: list[ScoredRollout], values: dict[str, float]
     ):
         """Advance the bar; print a line each --logging_steps, and a step without a signal."""
-        components = {task.name: [] for task in state.tasks}  # {task: names of its rewards}
-        for scored_rollout in scored:
-            components[scored_rollout.task.name] = list(scored_rollout.outcome.rewards)
+        # {task: {reward component: whether it counts}}
+        components = {task.name: {} for task in state.tasks}
+        for each in scored:
+            components[each.task.name] = {
+                name: bool(each.task.reward_weights.get(name)) for name in each.outcome.rewards
+            }
         words = {"reward": "reward_mean"} if scored else {"loss": "loss"}
         figures = [
             f"{task} {word} {values[f'{task}/{metric}']:.3f}"

@@ -10,10 +10,12 @@ from transformers import Qwen2VLImageProcessorPil
 
 from rl_train.data.errors import DamagedSample
 from rl_train.rollout import Batch
+from sa2va_hf.processing_sa2va import planes
 from sa2va_hf.qwen_images import ImagePreprocessing, patches
 from tests.policies.tiny_points import (
     PREPROCESSOR,
     PREPROCESSOR3,
+    SAM_SIDE,
     WRITERS,
     samples,
     tiny_policy,
@@ -106,6 +108,21 @@ def test_resized(size, expected):
 def test_one_side_for_all_images():
     square = replace(FREE, max_pixels=12845056, side=840)
     assert square.resized(10, 999) == (840, 840) and square.max_tokens == 900
+
+
+def test_an_image_that_was_stored_square_is_resized_once(of_version):
+    """SAM2 takes the stored square; Qwen-VL too where --image_size asks for one."""
+    rng = np.random.default_rng(0)
+    stored = Image.fromarray(rng.integers(0, 256, (56, 56, 3), dtype=np.uint8))
+    sample = dict(image=stored.resize((90, 60), Image.Resampling.BICUBIC), stored_image=stored)
+    inputs, sam_size = of_version.preprocessor(8), (SAM_SIDE, SAM_SIDE)
+    for side in (0, 112):
+        inputs.preprocessing = replace(FREE, side=side)
+        seen, of_sam = inputs.prepare(sample)
+        source = stored if side else sample["image"]
+        resized = source.resize(seen.shape[:0:-1], inputs.preprocessing.resampling)
+        assert torch.equal(seen, planes(resized))
+        assert torch.equal(of_sam, planes(stored.resize(sam_size, Image.Resampling.BILINEAR)))
 
 
 def test_positions_of_text_and_images(of_version):

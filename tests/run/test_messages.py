@@ -80,18 +80,22 @@ VALUES = {
 
 
 def test_a_line_of_a_step():
-    components = {"loop1": ["iou", "length", "judge"]}  # the judge has failed: no value
+    # The judge has failed: no value.
+    components = {"loop1": dict(iou=True, length=True, judge=True)}
     line = messages.step_line(10, 120, VALUES, components, 2.04)
     assert line == (
         "step 10/120 | loss 0.250 | loop1 reward 0.500 (iou 0.500, length 0.125) "
         "policy_loss -2.0e-03 kl 0.012 | learning rate 1.00e-05 | 2.0 s per step"
     )
     skipped = {name: VALUES[name] for name in ("loop1/reward_mean", "loop1/iou", "learning_rate")}
-    assert "| no update | loop1 reward 0.500 (iou 0.500) | learning" in messages.step_line(
+    assert "| no update | loop1 reward 0.500 (iou) | learning" in messages.step_line(
         1, 2, skipped, components, 1.0
     )
+    components["loop1"] |= dict(length=False)  # measured, and no part of the reward
+    line = messages.step_line(10, 120, VALUES, components, 2.04)
+    assert "| loop1 reward 0.500 (iou), length 0.125 policy_loss" in line
     supervised = {"total_loss": 1.5, "masks/loss": 1.5, "learning_rate": 1e-5}
-    assert "| masks loss 1.500 |" in messages.step_line(1, 2, supervised, {"masks": []}, 1.0)
+    assert "| masks loss 1.500 |" in messages.step_line(1, 2, supervised, {"masks": {}}, 1.0)
 
 
 def test_means_are_of_the_steps_that_have_a_metric():
