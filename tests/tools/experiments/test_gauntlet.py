@@ -113,6 +113,8 @@ def test_the_listener_is_the_evaluation_s(regions, model, batch, images):
 def test_likelihood_without_image_depends_on_the_text_alone(regions, model):
     texts = ["a red circle", "zebra zebra zebra", "a red circle"]
     found = regions.likelihood_without_image(texts)
+    (odd,) = regions.likelihood_without_image([f"{texts[0]}<IMG_CONTEXT>"])  # that a base sampled
+    assert odd == pytest.approx(found[0], rel=1e-5)
     assert found[0] == found[2] > found[1] and 0 < found[1] < 1
     features = blank_features(model, 16)
     assert features.prompt_masks.all() and len(features.sizes) == 1

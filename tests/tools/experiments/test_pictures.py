@@ -1,6 +1,7 @@
 """tools/experiments/pictures: scenes of cut-outs that the test draws, and what may not leak."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,11 +14,14 @@ from tools.experiments.pictures import __main__ as pictures
 from tools.experiments.pictures import dataset, packages
 from tools.experiments.pictures.captions import Named, by_label, by_tag
 from tools.experiments.pictures.concepts import (
+    OWN,
+    PHOTOGRAPH,
     Concept,
     fault_of_words,
     name_in,
     read_library,
     with_hypernyms,
+    write_library,
 )
 from tools.experiments.pictures.dataset import NO_CAPTION, read_truth
 from tools.experiments.pictures.report import leaks, num_near, perceptual_hash
@@ -166,6 +170,10 @@ def test_the_real_reader_sees_what_each_part_may_show(written):
     ]
     rest = GraspAnyRegionDataset(written / "train", ["regions"])
     assert {(s["caption"], s["category"]) for s in rest} == {(NO_CAPTION, "")}
+    segmented = GraspAnyRegionDataset(written / "train", ["segmented"])
+    named = [region for region in regions if not region["unnamed"]]
+    assert [s["caption"] for s in segmented] == [region["caption"] for region in named]
+    assert not any(s["mask"].all() for s in segmented)
     phrases = GraspAnyRegionDataset(written / "train", ["phrases"])
     assert len(phrases) == len(rest) == len(regions) - len(captioned)
     assert all(s["mask"].all() and s["caption"] != NO_CAPTION for s in phrases)
@@ -437,3 +445,25 @@ def test_the_words_of_what_is_never_named_occur_elsewhere(source):
     rest = {word for label in set(labels) - unnamed for word in label.split()}
     assert all(set(label.split()) <= rest for label in unnamed)
     assert fraction_of("a") == fraction_of("a") != fraction_of("b")
+
+
+def test_a_smaller_library_keeps_concepts_that_share_words(source, tmp_path):
+    concepts = [
+        Concept(label, (), "", {OWN: [f"anna/red_{shape}.png"]}, also=("moon", "red key"))
+        for label, shape in zip(("moon", "red key", "blue key", "red ball"), SHAPES)
+    ]
+    photograph = Concept("key", pictures={PHOTOGRAPH: ["anna/red_ball.png"]})
+    library, smaller = tmp_path / "library", tmp_path / "smaller"
+    shutil.copytree(source / "cutouts", library)
+    shutil.copytree(source / "walls", library / "backgrounds")
+    write_library(library, [photograph, *concepts])
+    argv = ["subset", "--library", str(library), "--output_dir", str(smaller)]
+    pictures.main([*argv, "--num_concepts", "3", "--side", "32"])
+    kept = read_library(smaller)
+    assert [concept.label for concept in kept] == ["red key", "blue key", "red ball"]
+    assert all(concept.also == ("red key",) for concept in kept)
+    for concept in kept:
+        (file,) = concept.pictures[OWN]
+        assert Image.open(smaller / file).size == (32, 32)
+    with pytest.raises(SystemExit, match="is there already, name another folder"):
+        pictures.main(argv)

@@ -22,6 +22,7 @@ from torch.utils.data import Subset
 from rl_train.config.flags import AT_LEAST_2, COUNT, COUNT_OR_0, POSITIVE, WEIGHT
 from rl_train.config.grpo_config import DataConfig
 from rl_train.data import DATASETS
+from rl_train.data.registry import opener_of
 from rl_train.data.split import sample_regions, split_dataset
 from rl_train.data.workers import reporting_dead_workers
 from rl_train.distributed import process_group
@@ -51,6 +52,8 @@ def build_parser() -> FlagParser:
     add("--output_dir", required=True, type=Path, help="receives table.md and table.json")
     add("--loops", nargs="+", type=int, choices=list(LOOPS), default=list(LOOPS))
     add("--dataset", choices=list(DATASETS), default="gar", help="format of both")
+    subsets = "folders of --data_dir to read (gar, dam), or its split; default: all"
+    add("--subsets", nargs="+", default=[], metavar="SUBSET", help=subsets)
     add("--num_samples", type=COUNT, default=256, help="to choose on, spread over images")
     add("--eval_samples", type=COUNT, default=128, help="held out; as of rl_train.train")
     add("--num_generations", type=AT_LEAST_2, default=8, help="G, samples of each region")
@@ -126,7 +129,12 @@ def run(
     for path in args.model_path:  # said before data are read
         find_base(path, None, "--model_path", Sa2VAPolicy.family)
     training, heldout, damaged = split_dataset(
-        DATASETS[args.dataset], args.data_dir, args.eval_data_dir, args.eval_samples, 1.0
+        opener_of(args.dataset, args.subsets),
+        args.data_dir,
+        args.eval_data_dir,
+        args.eval_samples,
+        1.0,
+        eval_opener=DATASETS[args.dataset],
     )
     chosen_on = Subset(training, sample_regions(training.image_keys, args.num_samples))
     print0(f"--data_dir {args.data_dir}: {damaged.report}")

@@ -149,8 +149,10 @@ class Regions:
         blank = self.blank_features()
         new = [text for text in dict.fromkeys(texts) if text not in self.priors]
         whole = torch.ones(blank.sizes[0], dtype=torch.bool, device=self.policy.device)
+        # A model that knows little also samples the image's token, which would ask for features.
+        answers = [text.replace(self.policy.prompts.image_token, "") for text in new]
         values = caption_likelihood(
-            self.policy, blank, [0] * len(new), [whole] * len(new), new, self.tokens
+            self.policy, blank, [0] * len(new), [whole] * len(new), answers, self.tokens
         )
         self.priors |= zip(new, values.tolist())
         return [self.priors[text] for text in texts]

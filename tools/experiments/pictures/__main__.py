@@ -1,11 +1,13 @@
 """A lab of pictures and words that nobody here made: cut-outs by several artists, on wallpapers.
 
     python -m tools.experiments.pictures fetch --output_dir LIBRARY
+    python -m tools.experiments.pictures subset --library LIBRARY --output_dir SMALLER
     python -m tools.experiments.pictures scenes --library LIBRARY --output_dir D
     python -m tools.experiments.pictures scenes --cutouts FOLDER --backgrounds FOLDER --output_dir D
     python -m tools.experiments.pictures report --data_dir D [--output sheet.png]
 
 fetch: downloads the packages by npm, apt-get and pip, renders them, and names their licences.
+subset: writes a smaller library, of concepts whose words are in other labels too.
 scenes: writes data sets in the layout of Grasp-Any-Region, to train on with --data_dir D/train.
 report: says what is in them, and draws twelve scenes. Each command goes on where it stopped.
 """
@@ -17,7 +19,13 @@ from pathlib import Path
 from rl_train.config.flags import COUNT, COUNT_OR_0, FRACTION, SEED, number
 from rl_train.utils.command_line import FlagParser, run_program
 from rl_train.utils.io import CannotWrite, check_writable
-from tools.experiments.pictures.concepts import read_library, read_own, with_hypernyms
+from tools.demo.new_folder import complete_or_absent
+from tools.experiments.pictures.concepts import (
+    read_library,
+    read_own,
+    with_hypernyms,
+    write_subset,
+)
 from tools.experiments.pictures.dataset import Settings, write_datasets
 from tools.experiments.pictures.fetch import fetch
 from tools.experiments.pictures.packages import PACKAGES
@@ -38,6 +46,11 @@ def build_parser() -> FlagParser:
         metavar="NAME=FOLDER",
         help=f"packages that are there unpacked, of {', '.join(p.name for p in PACKAGES)}",
     )
+    subset = commands.add_parser("subset", help="make a smaller library of one")
+    subset.add_argument("--library", required=True, type=Path, help="folder that fetch wrote")
+    subset.add_argument("--num_concepts", type=COUNT, default=240, help="that are kept")
+    subset.add_argument("--side", type=COUNT, default=160, help="pixels of its largest cut-outs")
+    subset.add_argument("--output_dir", required=True, type=Path, help="folder of the new library")
     scenes = commands.add_parser("scenes", help="draw scenes and write data sets")
     add = scenes.add_argument
     source = scenes.add_mutually_exclusive_group(required=True)
@@ -79,6 +92,14 @@ def run_fetch(args: argparse.Namespace):
     fetch(args.output_dir, {name: Path(folder) for name, _, folder in pairs})
 
 
+def run_subset(args: argparse.Namespace):
+    check_writable("--output_dir", args.output_dir)
+    if args.output_dir.exists():
+        raise ValueError(f"--output_dir {args.output_dir}: is there already, name another folder")
+    with complete_or_absent(args.output_dir) as unfinished:
+        write_subset(args.library, args.num_concepts, args.side, unfinished)
+
+
 def run_scenes(args: argparse.Namespace):
     if args.names and not args.cutouts:
         raise ValueError(f"--names {args.names}: only with --cutouts")
@@ -109,6 +130,8 @@ def main(argv: Sequence[str] | None = None):
     try:
         if args.command == "fetch":
             run_fetch(args)
+        elif args.command == "subset":
+            run_subset(args)
         elif args.command == "scenes":
             run_scenes(args)
         else:

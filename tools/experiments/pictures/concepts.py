@@ -6,8 +6,9 @@ one of packages; `read_own` takes a folder of the user's own cut-outs in its pla
 
 import csv
 import re
+import shutil
 import unicodedata
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from PIL import Image
 from rl_train.rewards.meteor import require_wordnet
 from rl_train.utils.io import read_json, write_json
 
-CONCEPTS_FILE = "concepts.json"
+CONCEPTS_FILE, LICENCES_FILE = "concepts.json", "LICENCES.txt"
 PHOTOGRAPH = "photograph"  # the artist of Tux Paint's photographs
 OWN = "own"  # the artist of a user's folder
 OPAQUE = 128  # alpha from which a pixel belongs to the object
@@ -86,6 +87,47 @@ def read_library(folder: Path) -> list[Concept]:
         Concept(**c | dict(tags=tuple(c["tags"]), also=tuple(c["also"])))
         for c in content["concepts"]
     ]
+
+
+def most_related(concepts: list[Concept], number: int) -> list[Concept]:
+    """Return `number` of the drawn concepts: those whose words most other labels have, in order.
+
+    So each word is said of several concepts, as "black" and "cat" of "black cat".
+    """
+    drawn = [concept for concept in concepts if concept.pictures.keys() - {PHOTOGRAPH}]
+    count = Counter(word for concept in drawn for word in set(concept.label.split()))
+
+    def num_related(concept: Concept) -> int:
+        return sum(count[word] - 1 for word in set(concept.label.split()))
+
+    chosen = sorted(drawn, key=lambda concept: (-num_related(concept), concept.label))[:number]
+    labels = {concept.label for concept in chosen}
+    return [
+        replace(
+            concept,
+            pictures={a: files for a, files in concept.pictures.items() if a != PHOTOGRAPH},
+            also=tuple(label for label in concept.also if label in labels),
+        )
+        for concept in chosen
+    ]
+
+
+def write_subset(library: Path, number: int, side: int, output_dir: Path):
+    """Write a smaller library: `most_related` concepts, without photographs, and its wallpapers.
+
+    Args:
+        side: pixels of the longer side of its cut-outs, at most.
+    """
+    concepts = most_related(read_library(library), number)
+    for file in (file for c in concepts for files in c.pictures.values() for file in files):
+        image = read_picture(library / file)
+        image.thumbnail((side, side), Image.Resampling.LANCZOS)
+        (output_dir / file).parent.mkdir(parents=True, exist_ok=True)
+        image.save(output_dir / file, optimize=True)
+    shutil.copytree(library / "backgrounds", output_dir / "backgrounds", dirs_exist_ok=True)
+    if (library / LICENCES_FILE).is_file():
+        shutil.copy(library / LICENCES_FILE, output_dir)
+    write_library(output_dir, concepts)
 
 
 def with_hypernyms(concepts: list[Concept]) -> list[Concept]:

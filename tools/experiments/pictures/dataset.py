@@ -5,7 +5,8 @@ its regions, one a line, and `{split}/{part}/data-..arrow` are what the readers 
 training split:
 
     captioned   regions with captions, for supervision
-    regions     the other regions; their caption says only that they have none
+    segmented   all regions that may be named, for supervision of masks alone
+    regions     the regions beside `captioned`; their caption says only that they have none
     phrases     captions of these regions without their masks: the mask is the whole image
 
 An evaluation split has one part, `all`, with captions and masks.
@@ -39,6 +40,7 @@ from tools.gar_writer import encode_mask, write_gar
 
 NO_CAPTION = "A region without a caption."
 SETTINGS, TRUTH = "settings.json", "truth.jsonl"
+SEGMENTED = "segmented"  # part of the training split
 JPEG = dict(format="JPEG", quality=92, subsampling=0)
 
 
@@ -228,6 +230,9 @@ def write_parts(
         write_part(folder, part, gar_rows(folder, members, part))
     if "regions" in parts:
         write_part(folder, "phrases", gar_rows(folder, parts["regions"], "phrases"))
+    if captioned:
+        named = [region for region in regions if not region["unnamed"]]
+        write_part(folder, SEGMENTED, gar_rows(folder, named, SEGMENTED))
     unfinished = folder / f".{TRUTH}.unfinished"
     lines = (json.dumps({k: v for k, v in region.items() if k != "mask"}) for region in regions)
     unfinished.write_text("".join(f"{line}\n" for line in lines))

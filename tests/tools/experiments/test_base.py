@@ -1,0 +1,116 @@
+"""tools/experiments/base: the codes of words, a base of few steps, and what is measured of it."""
+
+import json
+
+import pytest
+import torch
+
+from rl_train.export.load_policy import open_policy
+from tests.runs import on_one_core
+from tests.tools.experiments.test_pictures import argv_of, source  # noqa: F401
+from tools.experiments.base import __main__ as base
+from tools.experiments.base.measure import by_group, confusions, probe
+from tools.experiments.base.words import (
+    ImageRegions,
+    WordCodes,
+    alike,
+    choices,
+    label_in,
+    region_means,
+)
+from tools.experiments.pictures import __main__ as pictures
+
+one_core = pytest.fixture(autouse=True)(on_one_core)
+
+
+def test_the_label_in_a_caption_is_without_the_neighbour():
+    assert label_in("hammer and pick left of the owl") == "hammer and pick"
+    assert label_in("statue of liberty") == "statue of liberty"
+
+
+def test_codes_of_labels_share_the_vectors_of_their_words():
+    codes = WordCodes(512, "cpu")
+    labels = ["black cat", "cat", "owl"]
+    black_cat, cat, owl = codes(labels)
+    assert torch.cosine_similarity(black_cat, cat, dim=0) > 0.5
+    assert torch.cosine_similarity(black_cat, owl, dim=0).abs() < 0.2
+    assert torch.equal(WordCodes(512, "cpu")(["owl"])[0], owl)  # of any process
+    loss, right = codes.reading(codes(labels), labels)
+    assert right == 3 and loss < 1e-3
+    assert codes.reading(codes(["owl", "owl", "owl"]), labels)[1] == 1
+
+
+def two_images() -> ImageRegions:
+    """Regions of two images of 4 x 4 pixels: a left and a right half, and a whole one."""
+    masks = torch.zeros(3, 4, 4)
+    masks[0, :, :2] = masks[1, :, 2:] = masks[2] = 1
+    return ImageRegions(torch.tensor([0, 0, 1]), torch.tensor([0, 1, 0]), masks)
+
+
+def test_region_means_are_over_each_region_alone():
+    features = torch.arange(8.0).view(2, 1, 2, 2)  # of cells of 2 x 2 pixels
+    assert region_means(features, two_images()).flatten().tolist() == [1.0, 2.0, 5.5]
+
+
+def test_a_mask_chooses_among_the_regions_of_its_own_image():
+    regions = two_images()
+    areas = regions.padded(regions.masks, 2)[regions.image]
+    logits, place = 10 * regions.masks - 5, regions.place
+    same = alike(["cat", "dog", "dog"], regions, 2)
+    assert same.tolist() == [[True, False], [False, True], [True, False]]
+    loss, hits = choices(logits, areas, same, place)
+    assert hits == 3 and loss < 0.01
+    assert choices(logits[[1, 0, 2]], areas, same, place)[1] == 1
+    twins = alike(["cat", "cat", "dog"], regions, 2)  # neither is wrong for the other
+    assert choices(logits[[1, 0, 2]], areas, twins, place)[1] == 3
+
+
+def test_a_probe_reads_what_features_hold():
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(3, 8, generator=generator)
+    rows = torch.arange(60) % 3
+    features = centres[rows] + 0.1 * torch.randn(60, 8, generator=generator)
+    labels = [("cat", "dog", "owl")[i] for i in rows]
+    assert probe(features[:30], labels[:30]).read(features[30:]) == labels[30:]
+
+
+def test_accuracy_by_group_and_confusions_by_hand():
+    rows = [("black cat", True), ("cat", False), ("cat", False), ("owl", False)]
+    truth = [dict(label=label, unnamed=u, artist="noto") for label, u in rows]
+    said = ["cat", "owl", "owl", "owl"]
+    groups = by_group(said, truth, dict(seg_iou=[1.0, 0.0, 0.5, 0.5]))
+    assert groups["all"] == groups["noto"]
+    assert groups["all"] == dict(regions=4, label=0.25, words=0.375, seg_iou=0.5)
+    assert groups["unnamed"] == dict(regions=1, label=0.0, words=0.5, seg_iou=1.0)
+    assert confusions(said, truth)[0] == dict(label="cat", said="owl", times=2, regions=2)
+
+
+@pytest.fixture(scope="module")
+def lab(source, tmp_path_factory):  # noqa: F811
+    folder = tmp_path_factory.mktemp("base") / "lab"
+    pictures.main(argv_of(source, folder))
+    return folder
+
+
+def test_one_command_trains_a_base_and_one_measures_it(lab, tmp_path):
+    """The base is complete, names nothing that is not to be named, and depends on its seed."""
+    shared = ["--data_dir", str(lab), "--dtype", "float32", "--num_workers", "0"]
+    trained = ["train", *shared, "--size", "tiny", "--output_dir", str(tmp_path / "0")]
+    base.main(trained)
+    made = (tmp_path / "0/base/model.safetensors").read_bytes()
+    base.main(trained)  # all of it is done
+    assert (tmp_path / "0/base/model.safetensors").read_bytes() == made
+    assert open_policy(tmp_path / "0/base", None, "policy", "cpu", 8, dtype="float32")
+    measured = ["--model_path", str(tmp_path / "0/base"), "--num_samples", "8"]
+    measured += ["--probe_samples", "12", "--output", str(tmp_path / "measures.json")]
+    base.main(["measure", *shared, *measured])
+    (record,) = json.loads((tmp_path / "measures.json").read_text()).values()
+    assert set(record) == {"heldout", "artist"}
+    figures = record["heldout"]["groups"]["all"]
+    assert figures["regions"] == 8 and 0 <= figures["probe_all"] <= 1
+    assert "| openmoji |" in (tmp_path / "measures.md").read_text()
+
+
+def test_a_folder_without_scenes_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match="holds no scenes, make them with"):
+        base.main(["train", "--data_dir", str(tmp_path), "--output_dir", str(tmp_path / "o")])
