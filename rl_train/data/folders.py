@@ -12,8 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rl_train.data.hub import resolve
-from rl_train.data.image_files import BAD_ROW, ImageFileReader, find_table, read_table
+from rl_train.data.image_files import TableReader, find_table, read_table
 from rl_train.data.images import DAMAGED, decode_image, read_cell
 from rl_train.data.rle import DAMAGED_RLE, RLE, encode_mask
 
@@ -23,43 +22,27 @@ COLUMNS = {"image", "mask", "caption"}
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 
 
-class FoldersDataset(ImageFileReader):
+class FoldersDataset(TableReader):
     """The rows of a table, or the masks that have a text, less the unusable ones.
 
-    [i] -> see `read_sample`; image_id is "table/row", or the mask's name. Masks are decoded when
-    the data set is opened and held in memory, run-length coded.
-
-    Args:
-        data_dir: folder of the table, or of images/ and masks/; or a hub name, see `resolve`.
-        split: name of the table without its ending, if there are several.
-        image_root: folder of the images; default is `data_dir`, or images/ there.
-
-    Raises:
-        ValueError: neither a table nor the folders; no usable row.
-        DamagedSample: on access, an image with a good header that does not decode.
+    Without a table image_id is the mask's name, and `image_root` is by default images/ in
+    `data_dir`. Masks are decoded when the data set is opened and held in memory, run-length coded.
     """
 
-    def __init__(
-        self,
-        data_dir: str | Path,
-        split: str | None = None,
-        image_root: str | Path | None = None,
-    ):
-        self._root = resolve(data_dir, ["*"])
-        super().__init__(self._root, image_root)
+    hub_files = ("*",)
+
+    def _read_all(self, split: str | None):
         if split or any(path.suffix in TABLES for path in self._root.iterdir()):
             path = find_table(self._root, split, TABLES)
             for number, row in enumerate(read_table(path)):
                 self._add_table_row(row, f"{path.stem}/{number}")
         else:
-            self._scan(Path(image_root) if image_root else self._root / "images")
-        self._finish(data_dir)
+            self._scan(self._image_root or self._root / "images")
 
     def _add_table_row(self, row: dict | None, place: str):
         """Add the region of a table's row."""
         if row is None or not COLUMNS <= row.keys():
-            self._num_rows += 1
-            self._skip(BAD_ROW, place)
+            self._skip_row(place)
             return
         mask, caption, category = row["mask"], row["caption"], row.get("category")
         category = category if isinstance(category, str) else ""

@@ -8,73 +8,44 @@ mbzuai-oryx/groundingLMM reads it; a phrase's masks are united.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from rl_train.data.hub import resolve
-from rl_train.data.image_files import (
-    BAD_ROW,
-    ImageFileReader,
-    JsonValue,
-    find_table,
-    read_json_list,
-)
+from rl_train.data.image_files import JsonValue, TableReader
 from rl_train.data.polygons import encoded_or_damaged, union
 from rl_train.data.text import clean_caption
 
-FOLDERS = ("", "images", "GranDf_HA_images/train", "GranDf_HA_images/val_test")
 # Characters of no script that stand for the two tags while a caption is cleaned of tags.
 OPEN, CLOSE = "\ue000", "\ue001"
 
 
-class GCGDataset(ImageFileReader):
+class GCGDataset(TableReader):
     """The captions of one JSON file, less the unusable ones.
 
-    [i] -> see `read_sample`; a sample has the masks of its phrases as "objects", their union as its
-    mask, and the phrases, in the caption's order, as the column "phrases". The column
-    "grounded_caption" is `grounded_caption` of it. image_id is "file/row".
-
-    Args:
-        data_dir: folder of the JSON file, or a hub name, see `resolve`.
-        split: name of the JSON file without its ending, if there are several.
-        image_root: folder that the images lie in as FOLDERS say; default is `data_dir`.
-
-    Raises:
-        ValueError: no such file, or one that is unreadable or no list; no usable row.
-        DamagedSample: on access, an image with a good header that does not decode.
+    A sample has the masks of its phrases as "objects", their union as its mask, and the phrases, in
+    the caption's order, as the column "phrases". The column "grounded_caption" is
+    `grounded_caption` of it.
     """
 
     has_objects = True
+    image_folders = ("", "images", "GranDf_HA_images/train", "GranDf_HA_images/val_test")
 
-    def __init__(
-        self,
-        data_dir: str | Path,
-        split: str | None = None,
-        image_root: str | Path | None = None,
-    ):
-        root = resolve(data_dir, ["*.json", "*.jpg"])
-        super().__init__(root, image_root, FOLDERS)
-        path = find_table(root, split)
-        for number, row in enumerate(read_json_list(path)):
-            place, fields = f"{path.stem}/{number}", row if isinstance(row, dict) else {}
-            phrases = phrases_in_order(fields.get("groundings"))
-            if not phrases:
-                self._num_rows += 1
-                self._skip(BAD_ROW, place)
-                continue
-            size = (fields.get("height"), fields.get("width"))
-            masks = tuple(encoded_or_damaged(entry.get("rle_masks"), size) for _, entry in phrases)
-            self._add_mask(
-                fields.get("file_name"),
-                union(masks, size),
-                fields.get("caption"),
-                place,
-                objects=masks,
-                columns=dict(
-                    phrases=[phrase for phrase, _ in phrases],
-                    grounded_caption=grounded_caption(fields.get("caption"), phrases),
-                ),
-            )
-        self._finish(data_dir)
+    def _read_row(self, row: dict[str, JsonValue], place: str):
+        phrases = phrases_in_order(row.get("groundings"))
+        if not phrases:
+            self._skip_row(place)
+            return
+        size = (row.get("height"), row.get("width"))
+        masks = tuple(encoded_or_damaged(entry.get("rle_masks"), size) for _, entry in phrases)
+        self._add_mask(
+            row.get("file_name"),
+            union(masks, size),
+            row.get("caption"),
+            place,
+            objects=masks,
+            columns=dict(
+                phrases=[phrase for phrase, _ in phrases],
+                grounded_caption=grounded_caption(row.get("caption"), phrases),
+            ),
+        )
 
 
 def phrases_in_order(groundings: JsonValue) -> list[tuple[str, dict]]:

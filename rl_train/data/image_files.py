@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rl_train.data.base import Reader, Region
 from rl_train.data.errors import BadData, reading
+from rl_train.data.hub import resolve
 from rl_train.data.images import Encoded, ImageCheck, check_read, coco_id, read_cell
 from rl_train.data.polygons import Segmentation, encoded_or_damaged
 from rl_train.data.rle import RLE
@@ -35,6 +36,7 @@ class ImageFileReader(Reader):
         folders: Sequence[str] = ("", "images"),
     ):
         super().__init__()
+        self._image_root = Path(image_root) if image_root else None
         self._image_folders = [Path(image_root or root) / folder for folder in folders]
         self._checked: dict[str, tuple[partial[Encoded], ImageCheck]] = {}
 
@@ -89,6 +91,53 @@ class ImageFileReader(Reader):
             read, rle, caption, category, image_id, objects=objects, columns=columns or {}
         )
         self._add(region, checked, caption, rle, coco_id(image))
+
+    def _skip_row(self, place: str):
+        """Count a row of another form, which holds no region."""
+        self._num_rows += 1
+        self._skip(BAD_ROW, place)
+
+
+class TableReader(ImageFileReader):
+    """A reader of one file of rows. A layout is a subclass: its places, and `_read_row`.
+
+    [i] -> see `read_sample`; image_id is "file/number of the row", and what `_read_row` adds.
+
+    Args:
+        data_dir: folder of the file, or a hub name, see `resolve`.
+        split: name of the file without its ending, if there are several.
+        image_root: folder that the images lie in as `image_folders` say; default is `data_dir`.
+
+    Raises:
+        ValueError: no such file, or one that is unreadable or of another form; no usable row.
+        DamagedSample: on access, an image with a good header that does not decode.
+    """
+
+    image_folders: Sequence[str] = ("", "images")  # places of the images
+    hub_files: Sequence[str] = ("*.json", "*.jpg")  # to download, as `resolve` takes them
+
+    def __init__(
+        self,
+        data_dir: str | Path,
+        split: str | None = None,
+        image_root: str | Path | None = None,
+    ):
+        self._root = resolve(data_dir, list(self.hub_files))
+        super().__init__(self._root, image_root, self.image_folders)
+        self._read_all(split)
+        self._finish(data_dir)
+
+    def _read_all(self, split: str | None):
+        """Add all regions. The default reads a JSON list, a row at a time."""
+        path = find_table(self._root, split)
+        for number, row in enumerate(read_json_list(path)):
+            self._read_row(row if isinstance(row, dict) else {}, f"{path.stem}/{number}")
+
+    def _read_row(self, row: dict[str, JsonValue], place: str):
+        """Add the regions of a row, or count why there are none.
+
+        Args: row: {} if it is no object; place: "file/number of the row".
+        """
 
 
 def find_table(root: Path, name: str | None, endings: Sequence[str] = (".json",)) -> Path:

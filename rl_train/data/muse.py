@@ -7,75 +7,40 @@ MaverickRen/PixelLM, which adds up polygons that overlap; here they are united. 
 file_name lies in train2014; of a coco_url the last two parts are folder and file.
 """
 
-from pathlib import Path
-
-from rl_train.data.hub import resolve
-from rl_train.data.image_files import (
-    BAD_ROW,
-    ImageFileReader,
-    JsonValue,
-    find_table,
-    read_json_list,
-)
+from rl_train.data.image_files import JsonValue, TableReader
 from rl_train.data.polygons import encoded_or_damaged, union
 from rl_train.data.refcoco import IMAGE_FOLDERS
 
-FOLDERS = (*IMAGE_FOLDERS, "images", "images/mscoco/images", "coco2017")
 
-
-class MUSEDataset(ImageFileReader):
+class MUSEDataset(TableReader):
     """The questions of one JSON file, less the unusable ones.
 
-    [i] -> see `read_sample`; a sample has the objects, their union as its mask and their names as
-    its category. image_id is "file/row/k", k the number of the question in its row.
-
-    Args:
-        data_dir: folder of the JSON file, or a hub name, see `resolve`.
-        split: name of the JSON file without its ending, such as muse_train, if there are several.
-        image_root: folder that COCO's images lie in as FOLDERS say; default is `data_dir`.
-
-    Raises:
-        ValueError: no such file, or one that is unreadable or no list; no usable row.
-        DamagedSample: on access, an image with a good header that does not decode.
+    A sample has the objects, their union as its mask and their names as its category. image_id is
+    "file/row/k", k the number of the question in its row.
     """
 
     has_objects = True
+    image_folders = (*IMAGE_FOLDERS, "images", "images/mscoco/images", "coco2017")
 
-    def __init__(
-        self,
-        data_dir: str | Path,
-        split: str | None = None,
-        image_root: str | Path | None = None,
-    ):
-        root = resolve(data_dir, ["*.json", "*.jpg"])
-        super().__init__(root, image_root, FOLDERS)
-        path = find_table(root, split)
-        for number, row in enumerate(read_json_list(path)):
-            place, fields = f"{path.stem}/{number}", row if isinstance(row, dict) else {}
-            questions, answers = fields.get("questions"), fields.get("answers")
-            is_row = isinstance(questions, list) and isinstance(answers, list)
-            if not is_row or len(questions) != len(answers) or not questions:
-                self._num_rows += 1
-                self._skip(BAD_ROW, place)
-                continue
-            size = (fields.get("height"), fields.get("width"))
-            for k, (question, objects) in enumerate(zip(questions, answers)):
-                objects = [item if isinstance(item, dict) else {} for item in as_list(objects)]
-                masks = tuple(
-                    encoded_or_damaged(item.get("segmentation"), size) for item in objects
-                )
-                names = [
-                    item.get("rephrased_name") or item.get("category_name") for item in objects
-                ]
-                self._add_mask(
-                    image_name(fields),
-                    union(masks, size) if masks else None,
-                    question,
-                    f"{place}/{k}",
-                    category=", ".join(str(name) for name in names if name),
-                    objects=masks or None,
-                )
-        self._finish(data_dir)
+    def _read_row(self, row: dict[str, JsonValue], place: str):
+        questions, answers = row.get("questions"), row.get("answers")
+        is_row = isinstance(questions, list) and isinstance(answers, list)
+        if not is_row or len(questions) != len(answers) or not questions:
+            self._skip_row(place)
+            return
+        size = (row.get("height"), row.get("width"))
+        for k, (question, objects) in enumerate(zip(questions, answers)):
+            objects = [item if isinstance(item, dict) else {} for item in as_list(objects)]
+            masks = tuple(encoded_or_damaged(item.get("segmentation"), size) for item in objects)
+            names = [item.get("rephrased_name") or item.get("category_name") for item in objects]
+            self._add_mask(
+                image_name(row),
+                union(masks, size) if masks else None,
+                question,
+                f"{place}/{k}",
+                category=", ".join(str(name) for name in names if name),
+                objects=masks or None,
+            )
 
 
 def as_list(value: JsonValue) -> list:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from rl_train.data.base import RegionDataset
-from rl_train.data.coco import COCODataset
+from rl_train.data.coco import COCODataset, COCONamesDataset
 from rl_train.data.dam import DescribeAnythingDataset
 from rl_train.data.folders import FoldersDataset
 from rl_train.data.gar import GraspAnyRegionDataset
@@ -28,7 +28,7 @@ DATASETS = {
     "segzero": SegZeroDataset,
     "sa2va": Sa2VADataset,
     "coco": COCODataset,
-    "coco_names": partial(COCODataset, category_captions=True),
+    "coco_names": COCONamesDataset,
     "folders": FoldersDataset,
     "muse": MUSEDataset,
     "gcg": GCGDataset,
