@@ -51,9 +51,11 @@ SHORT = (
 )
 HALF_LIKELIHOOD = "--reward_weights loop2.meteor=0.5 loop2.likelihood=0.5"
 POLICY_TERM = "--mask_loss_coef 0"  # without the supervised mask term
-LOOPS = dict(
+LOOPS = dict(  # and the direct tasks beside them
     loop1="--tasks mask_caption_mask",
     loop2=f"--tasks caption_mask_caption {POLICY_TERM}",
+    referring=f"--tasks referring {POLICY_TERM}",
+    captioning="--tasks captioning",
 )
 ARMS = LOOPS | {
     f"{loop}_{control}": f"{flags} --ablation_reward {control}"

@@ -38,14 +38,15 @@ def test_every_arm_is_flags_that_the_run_knows(tmp_path):
         assert args.model_path == f"{demo}/{'qwen' if points else 'checkpoint'}"
         assert args.sam_path == (f"{demo}/sam" if points else None)
         assert args.tasks == ["point_segmentation"] or not points
-        assert args.mask_loss_coef == (0 if arm == "both" or arm.startswith("loop2") else 0.1)
+        of_policy = arm == "both" or arm.startswith(("loop2", "referring"))
+        assert args.mask_loss_coef == (0 if of_policy else 0.1)
         assert len(args.tasks) == (2 if arm in ("both", "defaults") else 1)
     controls = {
         arm: args.ablation_reward for arm, args in found.items() if args.ablation_reward != "none"
     }
     assert [arm for arm, args in found.items() if args.scale_components] == ["loop2_scaled"]
     of_points = {f"points_{c}": c for c in ablations_of("points") if c != "hidden"}
-    of_loops = {f"{loop}_{c}": c for loop in ("loop1", "loop2") for c in ablations_of(loop)}
+    of_loops = {f"{loop}_{c}": c for loop in sweep.LOOPS for c in ablations_of(loop)}
     assert controls == of_loops | of_points
     assert found["defaults"].reward_weights == [] and found["defaults"].latent_std == "auto"
 

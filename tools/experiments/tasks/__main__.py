@@ -1,0 +1,192 @@
+"""Train each direct task, its loop, supervision and cheap rivals alike, and compare them.
+
+    python -m tools.experiments.tasks --work_dir outputs/tasks --output outputs/tasks.json --jobs 16
+    # a part of it, with few steps
+    python -m tools.experiments.tasks --work_dir outputs/try --output outputs/try.json \
+        --comparisons referring --seeds 51 --steps 2 --base_steps 2 --eval_samples 8
+
+Every run is a process of one thread. A run that is complete is not run again. What is compared, and
+what came out: README.md beside this file.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from rl_train.data.gar import GraspAnyRegionDataset
+from rl_train.utils.command_line import FlagParser, run_program
+from tools.demo import make_demo
+from tools.experiments.tasks.arms import BASES, COMPARISONS, RANK, SFT, Comparison
+from tools.experiments.tasks.data import write_grounded, write_several
+from tools.experiments.tasks.table import markdown, of_comparison
+
+SCENES = {"train": 400, "heldout": 80}
+# Of the training samples the ranked ones, which "all samples" trains on too; the part of them that
+# --sample_list keeps.
+RANKED_SAMPLES, BEST_FRACTION = 640, 0.5
+
+
+class Runs:
+    """Commands of one folder, each in a process of one thread, at most so many at a time."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.folder = args, args.work_dir.resolve()
+        self.data, self.ranks = self.folder / "data", self.folder / "ranks"
+        self.pool = ThreadPoolExecutor(args.jobs)  # threads only wait
+        self.until = time.monotonic() + args.seconds
+
+    def command(self, name: str, module: str, words: list[str], done: Path) -> str | None:
+        """Run a module unless `done` is there; return what went wrong."""
+        if done.exists():
+            return None
+        if time.monotonic() > self.until:
+            return f"{name}: not begun within --seconds"
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        log = self.folder / "logs" / f"{name}.txt"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        began, line = time.monotonic(), [sys.executable, "-m", module, *words]
+        with log.open("w") as file:
+            status = subprocess.run(
+                line, env=environment, stdout=file, stderr=subprocess.STDOUT
+            ).returncode
+        ending = f"exit status {status}" if status else "done"
+        print(f"{name}: {ending}, {time.monotonic() - began:.0f} s", flush=True)
+        return f"{name}: {ending}: {log.read_text()[-600:]}" if status else None
+
+    def make_data(self, folders: set[str]):
+        """Draw the data sets that are not there."""
+        if "demo" in folders:
+            make_demo.main(["--output_dir", str(self.data / "demo")])
+        for name, write in (("several", write_several), ("grounded", write_grounded)):
+            if name in folders and not (self.data / name).exists():
+                unfinished = self.data / f"{name}.part"
+                write(unfinished, 0, SCENES)
+                unfinished.rename(self.data / name)
+
+    def data_words(self, comparison: Comparison) -> list[str]:
+        """Return the flags of a comparison's data."""
+        folder, samples = self.data / comparison.data, self.args.eval_samples
+        return [
+            *("--data_dir", str(folder / "train"), "--eval_data_dir", str(folder / "heldout")),
+            *("--eval_samples", str(samples), *comparison.flags.split()),
+        ]
+
+    def base(self, comparison: Comparison) -> str | None:
+        """Train a comparison's base, unless it is the demo's checkpoint."""
+        if not comparison.base:
+            return None
+        base, output = BASES[comparison.base], self.folder / "bases" / comparison.base
+        words = ["--model_path", str(make_demo.SHIPPED_CHECKPOINT), "--output_dir", str(output)]
+        words += [*self.data_words(comparison), *SFT.replace("size 8", "size 16").split()]
+        words += ["--eval_steps", "0", "--merge_at_end", "policy", *base.flags.split()]
+        words += ["--max_steps", str(self.args.base_steps or base.steps), "--resume", "auto"]
+        done = output / "final_model" / "README.md"
+        return self.command(f"base_{comparison.base}", "rl_train.sft", words, done)
+
+    def model(self, comparison: Comparison) -> str:
+        if not comparison.base:
+            return str(make_demo.SHIPPED_CHECKPOINT)
+        return str(self.folder / "bases" / comparison.base / "final_model")
+
+    def rank(self, comparison: Comparison, base: Future[str | None]) -> str | None:
+        """Rank the training samples by the base's rewards, for --sample_list."""
+        if fault := base.result():
+            return fault
+        folder, dataset = self.ranks, GraspAnyRegionDataset(self.data / comparison.data / "train")
+        folder.mkdir(exist_ok=True)
+        stride = -(-len(dataset) // RANKED_SAMPLES)
+        some = [dataset.image_id(i) for i in range(0, len(dataset), stride)]
+        (folder / "some.txt").write_text("\n".join(some) + "\n")
+        words = ["--model_path", self.model(comparison), *self.data_words(comparison)]
+        words += ["--sample_list", str(folder / "some.txt")]
+        words += [*RANK.split(), "--output", str(folder / "ranks.jsonl"), "--seed", "50"]
+        words += ["--best", str(folder / "best.jsonl"), "--best_fraction", str(BEST_FRACTION)]
+        return self.command("rank", "tools.rank_samples", words, folder / "best.jsonl")
+
+    def arm(
+        self, name: str, arm_name: str, rate: str, seed: int, needs: list[Future[str | None]]
+    ) -> str | None:
+        """Train an arm of a comparison at a learning rate and a seed; return what went wrong."""
+        if any(need.result() for need in needs):
+            return None  # told once, of the base
+        comparison, steps = COMPARISONS[name], self.args.steps
+        arm, output = comparison.arms[arm_name], self.output(name, arm_name, rate, seed)
+        words = ["--model_path", self.model(comparison), "--output_dir", str(output)]
+        words += [*self.data_words(comparison), *arm.words, "--seed", str(seed)]
+        words += ["--max_completion_length", str(comparison.tokens), "--learning_rate", rate]
+        words += ["--max_steps", str(steps), "--eval_steps", str(comparison.eval_steps)]
+        words += ["--save_steps", "1000", "--merge_at_end", "none"]
+        words += ["--resume", "auto"]  # of a run that was broken off
+        lists = dict(some=self.ranks / "some.txt", best=self.ranks / "best.jsonl")
+        words = [word.format(**lists) for word in words]
+        done = output / "evaluation" / f"step_{steps}.json"
+        return self.command("-".join(output.parts[-4:]), arm.module, words, done)
+
+    def output(self, name: str, arm_name: str, rate: str, seed: int) -> Path:
+        arm_folder = arm_name.replace("--", "").replace(" ", "_")
+        return self.folder / "runs" / name / arm_folder / rate / f"seed{seed}"
+
+    def run_all(self) -> list[str]:
+        """Run all that the command line asks for; return what went wrong."""
+        names = self.args.comparisons
+        self.make_data({COMPARISONS[name].data for name in names} | {"demo"})
+        by_base = {COMPARISONS[name].base: COMPARISONS[name] for name in names}
+        # Bases and the ranking come first: the pool takes jobs in order, so that no job waits for
+        # one that has not begun.
+        bases = {base: self.pool.submit(self.base, of) for base, of in by_base.items()}
+        jobs: list[Future[str | None]] = [*bases.values()]
+        ranking = COMPARISONS["ranking"]
+        ranked = None
+        if "ranking" in names:
+            ranked = self.pool.submit(self.rank, ranking, bases[ranking.base])
+            jobs.append(ranked)
+        # Those that need no base first, then those that wait for it.
+        ordered = sorted(names, key=lambda name: (name == "ranking", COMPARISONS[name].base))
+        for seed in self.args.seeds:
+            for name in ordered:
+                comparison, needs = COMPARISONS[name], [bases[COMPARISONS[name].base]]
+                needs += [ranked] if name == "ranking" else []
+                for rate in comparison.rates:
+                    for arm in comparison.arms:
+                        jobs.append(self.pool.submit(self.arm, name, arm, rate, seed, needs))
+        return [fault for job in jobs if (fault := job.result())]
+
+
+def build_parser() -> FlagParser:
+    parser = FlagParser(prog="python -m tools.experiments.tasks", description=__doc__)
+    add = parser.add_argument
+    add("--work_dir", type=Path, required=True, help="folder of data, bases, runs and logs")
+    add("--output", type=Path, required=True, help="JSON file of all figures")
+    add("--jobs", type=int, default=os.cpu_count(), help="runs at a time")
+    add("--comparisons", nargs="+", choices=list(COMPARISONS), default=list(COMPARISONS))
+    add("--seeds", nargs="+", type=int, default=[51, 52])
+    add("--steps", type=int, default=60, help="of every arm, of 8 samples each")
+    add("--base_steps", type=int, help="of the bases; default: those of arms.BASES")
+    add("--eval_samples", type=int, default=192, help="held-out samples")
+    limit = "after which no further run begins; what is complete is written"
+    add("--seconds", type=float, default=float("inf"), help=limit)
+    return parser
+
+
+def main(argv: list[str] | None = None):
+    args = build_parser().parse_args(argv)
+    runs = Runs(args)
+    faults = runs.run_all()
+    figures = {
+        name: of_comparison(COMPARISONS[name], name, runs, args.seeds, args.steps)
+        for name in args.comparisons
+    }
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(dict(figures=figures, faults=faults), indent=1) + "\n")
+    print(markdown(figures))
+    if faults:
+        raise SystemExit("tasks: " + "; ".join(faults))
+
+
+if __name__ == "__main__":
+    run_program(main)

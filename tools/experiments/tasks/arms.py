@@ -1,0 +1,165 @@
+"""Bases and arms of the comparisons: flags of `rl_train.train` and `rl_train.sft`."""
+
+from dataclasses import dataclass
+
+RATES = ("1e-4", "3e-4", "1e-3")  # tried of every arm that is tuned
+LORA = "--dtype float32 --lora_r 16 --lora_alpha 32 --no-gradient_checkpointing --num_workers 0"
+# A step of both trainings sees 8 samples: as many labels, whatever it does with them.
+RL = f"{LORA} --batch_size 8 --num_generations 8 --micro_batch_size 64 --kl_coef 0.06"
+SFT = f"{LORA} --batch_size 8"
+POLICY_TERM = "--mask_loss_coef 0"  # without the supervised mask term
+MASKS = "--tasks referring_segmentation --one_answer"
+THINKING = "tools.experiments.tasks.thinking"
+# The demo's base has never seen the tokens <p> and </p>, or thoughts.
+NEW_WORDS = "--trainable_modules language_model embeddings mlp1 text_hidden_fcs sam2"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to train from a comparison's base."""
+
+    flags: str
+    supervised: bool = False
+
+    @property
+    def module(self) -> str:
+        return "rl_train.sft" if self.supervised else "rl_train.train"
+
+    @property
+    def words(self) -> list[str]:
+        return f"{SFT if self.supervised else RL} {self.flags}".split()
+
+
+@dataclass(frozen=True)
+class Base:
+    """A model that arms begin from: the demo's checkpoint, trained shortly by `rl_train.sft`."""
+
+    flags: str
+    steps: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Arms of one base and one data set, with as many steps of as many samples.
+
+    Attributes:
+        data: folder below the data; flags: of all arms; tokens: longest answer.
+        metrics: of the held-out regions; the first chooses the learning rate.
+        rates: tried of every arm.
+    """
+
+    data: str
+    flags: str
+    tokens: int
+    metrics: tuple[str, ...]
+    arms: dict[str, Arm]
+    base: str = ""  # of BASES; "": the demo's checkpoint
+    rates: tuple[str, ...] = RATES
+    eval_steps: int = 0
+
+
+BASES = {
+    "several": Base(f"{MASKS} --max_completion_length 40 {NEW_WORDS} --learning_rate 5e-4", 60),
+    "grounded": Base(
+        f"--tasks grounded_captions --dataset gcg --max_completion_length 64 {NEW_WORDS} "
+        "--learning_rate 1e-3",
+        80,
+    ),
+    "thinking": Base(
+        f"--tasks {THINKING}:HalfThinking --one_answer --max_completion_length 48 {NEW_WORDS} "
+        "--learning_rate 5e-4",
+        60,
+    ),
+}
+REFERRING = f"--tasks referring {POLICY_TERM}"
+GROUNDED = f"--tasks grounded_captioning {POLICY_TERM}"
+THINK = f"{REFERRING} --think"
+COMPARISONS = {
+    "referring": Comparison(
+        data="demo",
+        flags="--distractors",
+        tokens=24,
+        metrics=("seg_iou", "seg_on_target", "cycle_iou"),
+        arms={
+            "referring": Arm(REFERRING),
+            "loop2": Arm(f"--tasks caption_mask_caption {POLICY_TERM}"),
+            "supervised": Arm(MASKS, supervised=True),
+            "referring_confidence": Arm(f"{REFERRING} --ablation_reward confidence"),
+            "referring_length": Arm(f"{REFERRING} --ablation_reward length"),
+        },
+    ),
+    "captioning": Comparison(
+        data="demo",
+        flags="--distractors",
+        tokens=24,
+        metrics=("caption_meteor", "cycle_iou", "caption_distinct"),
+        arms={
+            "captioning": Arm("--tasks captioning"),
+            "loop1": Arm("--tasks mask_caption_mask"),
+            "supervised": Arm("--tasks region_captions", supervised=True),
+            "captioning_length": Arm("--tasks captioning --ablation_reward length"),
+            "captioning_majority": Arm("--tasks captioning --ablation_reward majority"),
+        },
+    ),
+    "several": Comparison(
+        data="several",
+        flags="",
+        tokens=40,
+        base="several",
+        rates=("3e-4",),
+        metrics=("seg_iou", "seg_matched", "n_acc", "t_acc"),
+        arms={
+            "referring": Arm(REFERRING),
+            "referring_matched": Arm(
+                f"{REFERRING} --reward_weights referring.matched=1 referring.iou=0"
+            ),
+            "supervised": Arm(MASKS, supervised=True),
+            "referring_confidence": Arm(f"{REFERRING} --ablation_reward confidence"),
+            "referring_majority": Arm(f"{REFERRING} --ablation_reward majority"),
+        },
+    ),
+    "grounded": Comparison(
+        data="grounded",
+        flags="--dataset gcg",
+        tokens=64,
+        base="grounded",
+        rates=("3e-4",),
+        metrics=("gcg_matched", "gcg_miou", "gcg_meteor", "gcg_recall"),
+        arms={
+            "grounded_captioning": Arm(GROUNDED),
+            "supervised": Arm("--tasks grounded_captions", supervised=True),
+            "grounded_length": Arm(f"{GROUNDED} --ablation_reward length"),
+            "grounded_fixed": Arm(f"{GROUNDED} --ablation_reward fixed"),
+        },
+    ),
+    "thinking": Comparison(
+        data="demo",
+        flags="",
+        tokens=48,
+        base="thinking",
+        rates=("3e-4",),
+        metrics=("seg_iou", "form"),
+        arms={
+            "referring --think": Arm(THINK),
+            "form alone": Arm(f"{THINK} --reward_weights referring.iou=0"),
+            "supervised": Arm(f"--tasks {THINKING}:ThinkingMasks --one_answer", supervised=True),
+        },
+    ),
+    "ranking": Comparison(
+        data="several",
+        flags="",
+        tokens=40,
+        base="several",
+        rates=("3e-4",),
+        metrics=("seg_iou", "n_acc", "t_acc"),
+        eval_steps=10,
+        arms={
+            "all samples": Arm(f"{REFERRING} --sample_list {{some}}"),
+            "--sample_list": Arm(f"{REFERRING} --sample_list {{best}}"),
+            "--resample_equal_groups 2": Arm(
+                f"{REFERRING} --resample_equal_groups 2 --sample_list {{some}}"
+            ),
+        },
+    ),
+}
+RANK = f"{LORA} --batch_size 16 --num_generations 8 {REFERRING} --max_completion_length 40"

@@ -1,0 +1,150 @@
+"""Figures of the comparisons: each arm at its best learning rate, on other regions than chose it.
+
+The held-out samples are cut in two. The first metric on the first half chooses an arm's learning
+rate, as mean over seeds; all figures are of the second half.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_train.evaluation.bootstrap import paired_difference, rows_of, statistic
+from rl_train.rewards.thinking import thinking_rewards
+from tools.demo.mistakes import MISTAKES, VALUE
+from tools.experiments.tasks.arms import Comparison
+
+if TYPE_CHECKING:
+    from tools.experiments.tasks.__main__ import Runs
+
+FIRST, SECOND = slice(0, None, 2), slice(1, None, 2)  # halves of the held-out samples
+LIKELY_MISTAKE = 0.5  # a value that the base says for its partner more often than not
+
+
+def rows(file: Path, metric: str) -> torch.Tensor:
+    """Return `rows_of` a metric in an evaluation's file; "form" is the form of its answers."""
+    evaluation = json.loads(file.read_text())
+    if metric == "form":
+        return thinking_rewards(evaluation["captions"]).double()
+    columns = evaluation["values"].items()
+    return rows_of({k: torch.tensor(v, dtype=torch.float64) for k, v in columns}, metric)
+
+
+def mean_rows(files: list[Path], metric: str) -> torch.Tensor:
+    """Return the rows of a metric, each the mean of several evaluations of one sample."""
+    return torch.stack([rows(file, metric) for file in files]).mean(0)
+
+
+def of_comparison(
+    comparison: Comparison, name: str, runs: "Runs", seeds: list[int], steps: int
+) -> dict[str, Any]:
+    """Return {"before": {metric: value}, arm: {"rate", "tried", metric: its change}}.
+
+    A change is {"mean", "low", "high", "seeds"}: of the mean over seeds, with a paired bootstrap
+    interval over regions, and of each seed. Seeds of which a rate is missing are left out.
+    """
+    figures = {}
+    for arm in comparison.arms:
+        folders = {
+            seed: {rate: runs.output(name, arm, rate, seed) for rate in comparison.rates}
+            for seed in seeds
+        }
+        last = f"evaluation/step_{steps}.json"
+        done = [s for s in seeds if all((o / last).exists() for o in folders[s].values())]
+        if not done:
+            continue
+        ends = {rate: [folders[seed][rate] / last for seed in done] for rate in comparison.rates}
+        first = comparison.metrics[0]
+        tried = {
+            rate: float(statistic(mean_rows(files, first)[FIRST])) for rate, files in ends.items()
+        }
+        rate = max(tried, key=tried.get)
+        base = folders[done[0]][rate] / "evaluation/step_0.json"
+        figures["before"] = {m: float(statistic(rows(base, m)[SECOND])) for m in comparison.metrics}
+        figures[arm] = dict(rate=rate, tried=tried)
+        for metric in comparison.metrics:
+            before, after = rows(base, metric)[SECOND], mean_rows(ends[rate], metric)[SECOND]
+            change = dict(zip(("mean", "low", "high"), paired_difference(before, after)))
+            of_seeds = [rows(file, metric)[SECOND] for file in ends[rate]]
+            change["seeds"] = [float(statistic(r) - statistic(before)) for r in of_seeds]
+            figures[arm][metric] = change
+        if comparison.eval_steps:
+            outputs = [folders[seed][rate] for seed in done]
+            figures[arm] |= signal(outputs, comparison, steps)
+        if name == "captioning":
+            figures["words swapped"] = dict(rate="") | swapped(base)
+    return figures
+
+
+def signal(outputs: list[Path], comparison: Comparison, steps: int) -> dict[str, Any]:
+    """Return what a step's groups were worth, and the first metric at each evaluation.
+
+    "useful" is the share of a step's groups whose rewards differ, "rollouts" the number of groups
+    that were rolled out.
+    """
+    useful, rolled_out = 0, 0
+    for output in outputs:
+        lines = (output / "rollouts" / "rank0.jsonl").read_text().splitlines()
+        config = json.loads((output / "config.json").read_text())
+        G, per_step = config["num_generations"], config["batch_size"]
+        rewards = [json.loads(line)["reward"] for line in lines]
+        groups = [rewards[start : start + G] for start in range(0, len(rewards), G)]
+        rolled_out += len(groups)
+        useful += sum(len(set(group)) > 1 for group in groups) / (per_step * steps)
+    curve = {}
+    for step in range(0, steps + 1, comparison.eval_steps):
+        files = [output / "evaluation" / f"step_{step}.json" for output in outputs]
+        curve[step] = float(statistic(mean_rows(files, comparison.metrics[0])))
+    return dict(useful=useful / len(outputs), rollouts=rolled_out / len(outputs), curve=curve)
+
+
+def swapped(base: Path) -> dict[str, Any]:
+    """Return the change of caption_meteor if words of the base's captions are swapped.
+
+    Those that it says wrongly more often than not: no training, and no look at an image.
+    """
+    from rl_train.rewards.meteor import meteor
+
+    partner = {}
+    for (one, *others), probability in MISTAKES.items():
+        if probability > LIKELY_MISTAKE and len(others) == 1:
+            partner |= {one: others[0], others[0]: one}
+    evaluation = json.loads(base.read_text())
+    texts = [
+        VALUE.sub(lambda value: partner.get(value[0], value[0]), text)
+        for text in evaluation["captions"]
+    ]
+    after = meteor(evaluation["references"], texts).double()[SECOND]
+    before = rows(base, "caption_meteor")[SECOND]
+    return dict(caption_meteor=dict(zip(("mean", "low", "high"), paired_difference(before, after))))
+
+
+def markdown(figures: dict[str, dict]) -> str:
+    """Format the figures as tables."""
+    lines = []
+    for name, arms in figures.items():
+        if not arms:
+            continue
+        metrics = list(arms["before"])
+        lines += ["", f"**{name}**", "", f"| | rate | {' | '.join(metrics)} |"]
+        lines.append("|---" * (len(metrics) + 2) + "|")
+        before = " | ".join(f"{value:.3f}" for value in arms["before"].values())
+        lines.append(f"| *before* | | {before} |")
+        for arm, of_arm in arms.items():
+            if arm != "before":
+                cells = [cell(of_arm[m]) if m in of_arm else "" for m in metrics]
+                lines.append(f"| {arm} | {of_arm['rate']} | {' | '.join(cells)} |")
+        for arm, of_arm in arms.items():
+            if "useful" in of_arm:
+                curve = ", ".join(f"{step}: {v:.3f}" for step, v in of_arm["curve"].items())
+                lines.append(
+                    f"\n{arm}: {of_arm['useful']:.2f} of a step's groups differ, "
+                    f"{of_arm['rollouts']:.0f} groups rolled out; {metrics[0]} by step {curve}"
+                )
+    return "\n".join(lines)
+
+
+def cell(change: dict) -> str:
+    """Format a change and its interval over regions."""
+    return f"{change['mean']:+.3f} [{change['low']:+.3f}, {change['high']:+.3f}]"
