@@ -167,9 +167,12 @@ class Rollout:
 class RewardOutput:
     """Record of a rollout's rewards and of the masks and texts they were computed from."""
 
-    rewards: dict[str, torch.Tensor]  # {component: (N,)} on the CPU, NaN = could not be obtained
-    # N (H, W) bool that were rewarded, for pictures and reward-hacking signals
+    rewards: dict[str, torch.Tensor]  # {component: (N,)}, NaN = could not be obtained
+    # N (H, W) bool that were rewarded, for pictures and reward-hacking signals; `targets` itself if
+    # no mask is answered
     masks: list[torch.Tensor]
+    targets: list[torch.Tensor] = field(default_factory=list)  # N true regions (H, W) bool
+    questions: list[str] = field(default_factory=list)  # N texts of the prompts
     replies: list[str] = field(default_factory=list)  # N texts of the teacher, if it was asked
     mask_confidence: list[float] = field(default_factory=list)  # N, of the masks, 0 if empty
     # Where answers have a format: {reason: (N,) bool} of those that could not be parsed for it
@@ -179,3 +182,5 @@ class RewardOutput:
     # The prompt of each mask (None of an unparsed answer), and the mask without its negative points
     point_prompts: list[PointPrompt | None] = field(default_factory=list)
     masks_without_negatives: list[torch.Tensor] = field(default_factory=list)
+    # Further arguments of the user's reward functions, N entries each: see `add_user_rewards`
+    columns: dict[str, list[Any]] = field(default_factory=dict)

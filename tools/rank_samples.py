@@ -44,7 +44,12 @@ from rl_train.rewards.meteor import require_wordnet
 from rl_train.rollout import Batch
 from rl_train.run.build import Run, build, build_rewards, families_of
 from rl_train.run.open_data import RunData, open_data
-from rl_train.run.start import calibrate_actions, download_models, replace_rewards_by_ablation
+from rl_train.run.start import (
+    calibrate_actions,
+    download_models,
+    print_sizes,
+    replace_rewards_by_ablation,
+)
 from rl_train.tasks import DEFAULT_TASKS, TASKS
 from rl_train.tasks.base import Task
 from rl_train.utils.command_line import run_program
@@ -254,6 +259,7 @@ def build_run(config: Config, ranks: RankInfo) -> Run:
     data: RunData = open_data(config.data, config.task_classes)
     sampler = StepSampler(len(data.train_set), 1, 1, config.run.seed)  # of no use here
     run = build(config, ranks, data, sampler, rewards)
+    print_sizes(run.state, ranks)
     if config.run.checkpoint:
         load_checkpoint(Path(config.run.checkpoint), run.state)
     else:

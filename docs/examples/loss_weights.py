@@ -9,6 +9,8 @@ std the mean of its groups' over all ranks: of this batch alone, so that a resum
 With --gradient_accumulation_steps it is that of the step's last batch.
 """
 
+from dataclasses import replace
+
 import torch
 
 from rl_train.distributed.process_group import all_sum
@@ -30,7 +32,7 @@ class BySpread:
         std = spread["std"] / spread["groups"]
         self.loss_weight = self.base_weight * std / (std + HALF)
         logged = outcome.rewards | {"loss_weight": torch.full((len(rollout),), self.loss_weight)}
-        return RewardOutput(logged, outcome.masks, outcome.replies)
+        return replace(outcome, rewards=logged)
 
 
 class Loop1(BySpread, MaskCaptionMask):

@@ -14,7 +14,7 @@ import torch
 from rl_train.config.flags import WEIGHT, flag
 from rl_train.rewards import meteor
 from rl_train.rollout import RewardOutput
-from rl_train.tasks.base import Task, with_measurements
+from rl_train.tasks.base import Task
 from sa2va_hf.batches import Prompts
 
 QUESTIONS = (
@@ -46,7 +46,7 @@ class RegionQuestions(Task):
         policy, images = self.context.policy, range(len(batch))
         return policy.question_prompts(features, images, questions, regions)
 
-    def rewards(self, rollout) -> RewardOutput:
+    def own_rewards(self, rollout) -> RewardOutput:
         context, batch, features = self.context, rollout.batch, rollout.features
         with context.roles.use("teacher"):
             prompts = self.prompts(batch, features)
@@ -59,10 +59,7 @@ class RegionQuestions(Task):
         }
         targets = rollout.of_rows(batch.masks)
         questions = rollout.of_rows(self.questions(batch))
-        rewards = with_measurements(
-            self, rollout, rewards, questions, targets, targets, replies=replies
-        )
-        return RewardOutput(rewards, targets, replies)
+        return RewardOutput(rewards, targets, targets, questions, replies=replies)
 
 
 def truth(caption: str, answer: str) -> float:

@@ -18,7 +18,6 @@ from rl_train.data.loader import StepSampler
 from rl_train.distributed.process_group import RankInfo, print0
 from rl_train.loggers.phases import PhaseRecorder
 from rl_train.policies.base import Policy
-from rl_train.policies.lora import parameter_counts
 from rl_train.policies.registry import FAMILIES, build_policy, family_of
 from rl_train.rewards import LLMJudge, UserReward
 from rl_train.rewards.cider import DocumentFrequencies, document_frequencies
@@ -27,9 +26,7 @@ from rl_train.rewards.judge import FailureWindow
 from rl_train.rewards.weights import ComponentWeight, check_weights, of_task
 from rl_train.roles import COPIES, Roles, ema_decay_at
 from rl_train.rollout import Batch, Preprocessor
-from rl_train.run import messages
 from rl_train.run.lr_schedule import cosine_schedule
-from rl_train.run.memory_estimate import standing_memory
 from rl_train.run.open_data import RunData
 from rl_train.tasks.base import Task, TaskContext
 from rl_train.utils.rng import RowRNG
@@ -132,7 +129,6 @@ def build(
     roles = Roles(policy.trainable, kept_roles or until_evaluated)
     if config.run.merge_at_end == "teacher" and not roles.has_teacher:
         raise ValueError("--merge_at_end teacher: no task of --tasks has a teacher")
-    print_sizes(policy, roles, ranks)
     context = TaskContext(
         policy,
         roles,
@@ -220,15 +216,6 @@ def build_judge(config: RewardConfig, seed: int) -> LLMJudge | None:
     if fault := judge.fault():
         raise ValueError(fault)
     return judge
-
-
-def print_sizes(policy: Policy, roles: Roles, ranks: RankInfo):
-    """Print what the model is, how many parameters train, and the memory that the run holds."""
-    messages.print_warning(policy.summary())
-    counts = parameter_counts(policy.model, policy.group_of)
-    print0(messages.parameters(counts))
-    messages.print_warning(messages.large_on_cpu(counts.total(), ranks))
-    print0(messages.memory(standing_memory(policy, roles.copies), ranks))
 
 
 def trainable_groups(

@@ -16,6 +16,7 @@ from rl_train.distributed import process_group
 from rl_train.distributed.process_group import RankInfo, print0
 from rl_train.loggers.text_log import TextLog
 from rl_train.loggers.wandb import start_wandb
+from rl_train.policies.lora import parameter_counts
 from rl_train.policies.registry import check_model
 from rl_train.rewards.ablations import AblationReward
 from rl_train.rewards.meteor import require_wordnet
@@ -23,6 +24,7 @@ from rl_train.run import messages
 from rl_train.run.build import Run, all_flags, build, build_rewards, families_of
 from rl_train.run.consistency import check_same_data, check_same_start, check_same_weights
 from rl_train.run.lr_schedule import follow_new_length
+from rl_train.run.memory_estimate import standing_memory
 from rl_train.run.open_data import build_sampler, open_data
 from rl_train.tasks.ablated import AblatedTask
 from rl_train.utils.io import lock, read_json, wrap_write_errors, write_json
@@ -54,6 +56,7 @@ def start_run(config: Config, ranks: RankInfo) -> Run:
         check_data_of_run(config, resume, data.facts)
     sampler = build_sampler(config, data.train_set, ranks)
     run = build(config, ranks, data, sampler, rewards)
+    print_sizes(run.state, ranks)
     if sampler.mixture:
         print0(sampler.mixture.describe(sampler.prompts_per_step, run.max_steps))
     if resume:
@@ -85,6 +88,16 @@ def download_models(config: PolicyConfig) -> PolicyConfig:
     model_path = str(hub.model_folder("--model_path", config.model_path))
     sam_path = config.sam_path and str(hub.model_folder("--sam_path", config.sam_path))
     return replace(config, model_path=model_path, sam_path=sam_path)
+
+
+def print_sizes(state: save_load.RunState, ranks: RankInfo):
+    """Print what the model is, how many parameters train, and the memory that the run holds."""
+    policy = state.policy
+    messages.print_warning(policy.summary())
+    counts = parameter_counts(policy.model, policy.group_of)
+    print0(messages.parameters(counts))
+    messages.print_warning(messages.large_on_cpu(counts.total(), ranks))
+    print0(messages.memory(standing_memory(policy, state.roles.copies), ranks))
 
 
 def check_data_of_run(config: Config, resume: Path | None, data: DataFacts):

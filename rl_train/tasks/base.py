@@ -5,7 +5,7 @@ pixels of a mask.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -118,37 +118,43 @@ class Task(Protocol):
     def prompts(self, batch: Batch, features: Features) -> Prompts:
         """Return one prompt for each sample of the batch, made by the policy."""
 
+    def own_rewards(self, rollout: Rollout) -> RewardOutput:
+        """Return the task's own rewards of a rollout, NaN where not scored. It is not written to.
+
+        A task that defines `rewards` in its place has neither measurements nor the user's rewards.
+        """
+
     def rewards(self, rollout: Rollout) -> RewardOutput:
-        """Return the rewards of a rollout, NaN where not scored. It is not written to."""
+        """Return `own_rewards` with the measurements and the user's rewards among them."""
+        outcome = self.own_rewards(rollout)
+        return replace(outcome, rewards=with_measurements(self, rollout, outcome))
 
 
 def with_measurements(
-    task: Task,
-    rollout: Rollout,
-    rewards: dict[str, torch.Tensor],
-    questions: list[str],
-    masks: list[torch.Tensor],
-    targets: list[torch.Tensor],
-    **columns: list[Any],
+    task: Task, rollout: Rollout, outcome: RewardOutput
 ) -> dict[str, torch.Tensor]:
-    """Complete a task's rewards: all on the CPU, with "on_target" and the user's own among them.
+    """Return a task's own rewards with "on_target" and the user's rewards, all on the CPU.
 
     "on_target" is measured if the other regions of the images are known and masks are answered. If
     the LLM judge failed on a row, all weighted rewards of the row become NaN: it is not scored.
-
-    Args:
-        questions: N texts of the prompts.
-        masks: N (H, W) bool that were rewarded; the list `targets` itself if none is answered.
-        targets: N true regions (H, W) bool.
-        columns: N entries each, further arguments of the user's functions: see `add_user_rewards`.
     """
-    batch, verdicts = rollout.batch, rewards.get("judge")
-    rewards = {name: values.cpu() for name, values in rewards.items()}
-    if batch.distractors is not None and masks is not targets:
+    batch, masks, verdicts = rollout.batch, outcome.masks, outcome.rewards.get("judge")
+    rewards = {name: values.cpu() for name, values in outcome.rewards.items()}
+    if batch.distractors is not None and masks is not outcome.targets:
         rewards["on_target"] = on_target(masks, batch.masks, batch.distractors)
-    columns = dict(task=task.name) | columns
+    columns = dict(task=task.name) | outcome.columns
+    if outcome.replies:
+        columns["replies"] = outcome.replies
+    if outcome.mask_confidence:
+        columns["mask_confidence"] = outcome.mask_confidence
     rewards = add_user_rewards(
-        rewards, task.context.user_rewards, rollout, questions, masks, targets, **columns
+        rewards,
+        task.context.user_rewards,
+        rollout,
+        outcome.questions,
+        masks,
+        outcome.targets,
+        **columns,
     )
     if verdicts is not None:
         # `combine` leaves out single NaN components, and rows whose components are all NaN.

@@ -7,7 +7,7 @@ from rl_train.policies.sa2va_queries import caption_likelihood, describe, region
 from rl_train.rewards import mask_iou
 from rl_train.rewards.captions import CAPTION_REWARDS, caption_rewards
 from rl_train.rollout import RewardOutput, Rollout
-from rl_train.tasks.base import TaskContext, with_measurements
+from rl_train.tasks.base import TaskContext
 from rl_train.tasks.mask_answers import FORM_REWARDS, MaskAnswers, MaskOptions
 from sa2va_hf.to_device import to_device
 
@@ -33,7 +33,7 @@ class CaptionMaskCaption(MaskAnswers):
         super().__init__(options, context)
         self.weigh({"meteor": 1.0})
 
-    def rewards(self, rollout: Rollout) -> RewardOutput:
+    def own_rewards(self, rollout: Rollout) -> RewardOutput:
         """Return {"meteor", "iou", "likelihood", ..: (N,)} of the sampled masks.
 
         `caption_rewards` compare the teacher's caption of each mask with the prompt's caption; the
@@ -41,8 +41,7 @@ class CaptionMaskCaption(MaskAnswers):
         no weight is not computed, and the teacher is asked for what is. Only the IoU with the
         region is always measured; the reward sees it with a weight of --reward_weights. A row that
         the judge gives NaN is not scored at all. See `complete` for further ones and for captions
-        that name nothing, and `with_measurements` for "on_target" and the user's rewards, which see
-        the sampled masks and the teacher's replies.
+        that name nothing.
         """
         context, policy = self.context, self.context.policy
         captions, masks = rollout.of_rows(rollout.batch.captions), rollout.latents.masks
@@ -67,16 +66,11 @@ class CaptionMaskCaption(MaskAnswers):
         if has_replies:
             rewards |= caption_rewards(self.components, captions, replies, context)
         rewards["iou"] = mask_iou(masks, targets)
-        rewards = self.complete(rollout, rewards)
-        columns = dict(replies=replies) if has_replies else {}
-        rewards = with_measurements(
-            self,
-            rollout,
-            rewards,
-            self.questions(rollout),
+        return RewardOutput(
+            self.complete(rollout, rewards),
             masks,
             targets,
-            **columns,
+            self.questions(rollout),
+            replies=replies,
             mask_confidence=rollout.latents.confidence,
         )
-        return RewardOutput(rewards, masks, replies, rollout.latents.confidence)

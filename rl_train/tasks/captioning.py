@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rl_train.config.flags import WEIGHT, flag
 from rl_train.rewards.captions import CAPTION_REWARDS, JUDGE_SHARES, caption_rewards
 from rl_train.rollout import Batch, RewardOutput, Rollout
-from rl_train.tasks.base import Task, TaskContext, with_measurements
+from rl_train.tasks.base import Task, TaskContext
 from sa2va_hf.batches import ImageFeatures, Prompts
 from sa2va_hf.prompts import DESCRIBE
 
@@ -36,7 +36,7 @@ class Captioning(Task):
         policy = self.context.policy
         return policy.describe_prompts(images, list(range(len(batch))), list(images.prompt_masks))
 
-    def rewards(self, rollout: Rollout) -> RewardOutput:
+    def own_rewards(self, rollout: Rollout) -> RewardOutput:
         """Return {component: (N,)} of `caption_rewards` against the true captions.
 
         No mask is answered: pictures and the user's rewards have the regions themselves.
@@ -44,6 +44,4 @@ class Captioning(Task):
         captions = rollout.of_rows(rollout.batch.captions)
         rewards = caption_rewards(self.components, captions, rollout.texts, self.context)
         regions = rollout.of_rows(rollout.batch.masks)
-        questions = [DESCRIBE] * len(rollout)
-        rewards = with_measurements(self, rollout, rewards, questions, regions, regions)
-        return RewardOutput(rewards, regions)
+        return RewardOutput(rewards, regions, regions, [DESCRIBE] * len(rollout))

@@ -7,7 +7,7 @@ from rl_train.evaluation import gcg_metrics
 from rl_train.evaluation.gcg_metrics import caption_of, grounded_prompts
 from rl_train.rewards import mask_iou, meteor
 from rl_train.rollout import Batch, RewardOutput, Rollout
-from rl_train.tasks.base import TaskContext, with_measurements
+from rl_train.tasks.base import TaskContext
 from rl_train.tasks.mask_answers import MaskAnswers, MaskOptions
 from sa2va_hf.batches import ImageFeatures, Prompts
 from sa2va_hf.prompts import GROUNDED_CAPTION
@@ -34,7 +34,7 @@ class GroundedCaptioning(MaskAnswers):
     def prompts(self, batch: Batch, images: ImageFeatures) -> Prompts:
         return grounded_prompts(self.context.policy, images)
 
-    def rewards(self, rollout: Rollout) -> RewardOutput:
+    def own_rewards(self, rollout: Rollout) -> RewardOutput:
         """Return {"matched", "meteor", "iou", "missing", "surplus": (N,)} of the answers.
 
         "matched" is the IoU of the sampled masks with the true ones, see `matched_rewards`, which
@@ -48,14 +48,10 @@ class GroundedCaptioning(MaskAnswers):
             meteor=meteor(rollout.of_rows(batch.captions), captions),
             iou=mask_iou(latents.masks, targets),
         )
-        rewards = self.complete(rollout, rewards)
-        rewards = with_measurements(
-            self,
-            rollout,
-            rewards,
-            [GROUNDED_CAPTION] * len(rollout),
+        return RewardOutput(
+            self.complete(rollout, rewards),
             latents.masks,
             targets,
+            [GROUNDED_CAPTION] * len(rollout),
             mask_confidence=latents.confidence,
         )
-        return RewardOutput(rewards, latents.masks, mask_confidence=latents.confidence)

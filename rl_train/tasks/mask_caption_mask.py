@@ -10,7 +10,7 @@ from rl_train.policies.sa2va_queries import RowMasks, segment, segment_generated
 from rl_train.rewards import mask_iou
 from rl_train.rewards.captions import CAPTION_REWARDS, JUDGE_SHARES, caption_rewards
 from rl_train.rollout import Batch, RewardOutput, Rollout
-from rl_train.tasks.base import Task, TaskContext, with_measurements
+from rl_train.tasks.base import Task, TaskContext
 from sa2va_hf.batches import ImageFeatures, Prompts
 from sa2va_hf.prompts import DESCRIBE
 from sa2va_hf.to_device import to_device
@@ -49,15 +49,14 @@ class MaskCaptionMask(Task):
         policy = self.context.policy
         return policy.describe_prompts(images, list(range(len(batch))), list(images.prompt_masks))
 
-    def rewards(self, rollout: Rollout) -> RewardOutput:
+    def own_rewards(self, rollout: Rollout) -> RewardOutput:
         """Return {"iou": (N,)} of region and mask by the teacher, at the image's own size.
 
         An empty caption scores 0 without asking the teacher; so does a reply without [SEG]. With
         --use_llm_judge or --reward_weights, `caption_rewards` count beside the IoU: they compare
         the sampled caption with the true one. A row that the judge gives NaN is not scored at all.
         If the IoU has no weight and the user no reward, the teacher is not asked, and pictures have
-        the regions. See `with_measurements` for "on_target" and the user's rewards, which see the
-        teacher's masks.
+        the regions.
         """
         device = self.context.policy.device
         captions = rollout.of_rows(rollout.batch.captions)
@@ -67,12 +66,13 @@ class MaskCaptionMask(Task):
             found = self.teacher_masks(rollout, targets)
             rewards["iou"] = mask_iou(found.masks, targets)
         rewards |= caption_rewards(self.components, captions, rollout.texts, self.context)
-        questions = [DESCRIBE] * len(rollout)
-        confidence = found.confidence or [0.0] * len(rollout)
-        rewards = with_measurements(
-            self, rollout, rewards, questions, found.masks, targets, mask_confidence=confidence
+        return RewardOutput(
+            rewards,
+            found.masks,
+            targets,
+            [DESCRIBE] * len(rollout),
+            mask_confidence=found.confidence or [0.0] * len(rollout),
         )
-        return RewardOutput(rewards, found.masks, mask_confidence=confidence)
 
     def teacher_masks(self, rollout: Rollout, targets: list[torch.Tensor]) -> RowMasks:
         """Return the mask that the teacher finds by each of N captions, empty without a caption.

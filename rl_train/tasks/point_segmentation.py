@@ -32,7 +32,7 @@ from rl_train.rewards import mask_iou, objects
 from rl_train.rewards.points import box_rewards, point_rewards, prompt_of_masks
 from rl_train.rewards.published_points import REWARD_SETS, published_rewards
 from rl_train.rollout import Batch, RewardOutput, Rollout
-from rl_train.tasks.base import Task, TaskContext, with_measurements
+from rl_train.tasks.base import Task, TaskContext
 from rl_train.utils.rng import RowRNG
 from sa2va_hf.batches import Prompts
 
@@ -259,15 +259,14 @@ class PointSegmentation(PointTask):
             weights = dict.fromkeys(REWARD_SETS[options.reward_set][1], 1.0)
         self.weigh(weights | negatives)
 
-    def rewards(self, rollout: Rollout) -> RewardOutput:
+    def own_rewards(self, rollout: Rollout) -> RewardOutput:
         """Return `point_rewards` of the masks by SAM2 of the answers, at the image's own size.
 
         An answer that cannot be read has an empty mask and 0 in all components that count. The
         region that SAM2 confuses with the target follows from the target alone. Samples without
         masks have `box_rewards`. --reward_set adds the published rewards, of the texts; a weight of
-        "matched" adds `matched_rewards`. See `with_measurements` for "on_target" and the user's
-        rewards, which see the masks, the parsed answers as `answers` and the data set's own
-        `solution`.
+        "matched" adds `matched_rewards`. The user's rewards see the parsed answers as `answers` and
+        the data set's own `solution`.
         """
         policy, batch, features = self.context.policy, rollout.batch, rollout.features
         image = rollout.prompts.image_index
@@ -297,27 +296,19 @@ class PointSegmentation(PointTask):
         if self.options.reward_set in REWARD_SETS:
             rewards |= self.published_rewards(rollout)
         captions = rollout.of_rows(batch.captions)
-        mask_confidence = [pair[self.options.hide_negatives] for pair in confidences]
-        rewards = with_measurements(
-            self,
-            rollout,
-            rewards,
-            [point_question(caption, self.format) for caption in captions],
-            masks,
-            targets,
-            answers=answers,
-            mask_confidence=mask_confidence,
-            solution=rollout.of_rows(batch.solutions or [None] * len(batch)),
-        )
+        solutions = rollout.of_rows(batch.solutions or [None] * len(batch))
         reasons, repairs = [p.reason for p in parsed], [p.repairs for p in parsed]
         return RewardOutput(
             rewards,
             masks,
-            mask_confidence=mask_confidence,
+            targets,
+            [point_question(caption, self.format) for caption in captions],
+            mask_confidence=[pair[self.options.hide_negatives] for pair in confidences],
             unparsed={name: torch.tensor([name == r for r in reasons]) for name in REASONS},
             repaired={name: torch.tensor([name in r for r in repairs]) for name in REPAIRS},
             point_prompts=answers,
             masks_without_negatives=without,
+            columns=dict(answers=answers, solution=solutions),
         )
 
     def matched_rewards(

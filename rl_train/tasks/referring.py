@@ -9,7 +9,7 @@ from rl_train.config.flags import WEIGHT, flag
 from rl_train.rewards import mask_iou
 from rl_train.rewards.boxes import centre_closeness, mask_box_iou
 from rl_train.rollout import RewardOutput, Rollout
-from rl_train.tasks.base import TaskContext, with_measurements
+from rl_train.tasks.base import TaskContext
 from rl_train.tasks.mask_answers import FORM_REWARDS, MaskAnswers, MaskOptions
 from sa2va_hf.to_device import to_device
 
@@ -30,12 +30,12 @@ class Referring(MaskAnswers):
         super().__init__(options, context)
         self.weigh({"iou": 1.0})
 
-    def rewards(self, rollout: Rollout) -> RewardOutput:
+    def own_rewards(self, rollout: Rollout) -> RewardOutput:
         """Return {"iou", "box_iou", "centre": (N,)} of the sampled masks with the true ones.
 
         The last two are computed if --reward_weights gives them a weight: the IoU of the masks'
         boxes and the closeness of their centres. See `complete` for further ones and for phrases
-        that name nothing, and `with_measurements` for "on_target" and the user's rewards.
+        that name nothing.
         """
         policy, latents = self.context.policy, rollout.latents
         targets = rollout.of_rows([to_device(mask, policy.device) for mask in rollout.batch.masks])
@@ -44,14 +44,10 @@ class Referring(MaskAnswers):
             rewards["box_iou"] = mask_box_iou(latents.masks, targets)
         if "centre" in self.components:
             rewards["centre"] = centre_closeness(latents.masks, targets)
-        rewards = self.complete(rollout, rewards)
-        rewards = with_measurements(
-            self,
-            rollout,
-            rewards,
-            self.questions(rollout),
+        return RewardOutput(
+            self.complete(rollout, rewards),
             latents.masks,
             targets,
+            self.questions(rollout),
             mask_confidence=latents.confidence,
         )
-        return RewardOutput(rewards, latents.masks, mask_confidence=latents.confidence)

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,6 @@ from rl_train.evaluation import evaluate
 from rl_train.loggers import tensorboard
 from rl_train.loss import MicroBatchLoss
 from rl_train.policies import sa2va
-from rl_train.rollout import RewardOutput
 from rl_train.tasks import CaptionMaskCaption, MaskCaptionMask
 from sa2va_hf.prediction import MASKS_AT_ONCE
 from tests.ranks import forked, free_port
@@ -87,7 +87,7 @@ def unscored(task_class):
     def no_rewards(task, rollout):
         outcome = rewards(task, rollout)
         missing = {name: torch.full_like(v, torch.nan) for name, v in outcome.rewards.items()}
-        return RewardOutput(missing, outcome.masks, outcome.replies)
+        return replace(outcome, rewards=missing)
 
     task_class.rewards = no_rewards
     return lambda: setattr(task_class, "rewards", rewards)

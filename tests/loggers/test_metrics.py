@@ -43,7 +43,7 @@ def work_of(texts, reward, rewards=None, masks=(), replies=(), task=TASK) -> Sco
     )
     reward = torch.as_tensor(reward)
     rewards = {"iou": reward} if rewards is None else rewards
-    outcome = RewardOutput(rewards, list(masks) or [mask(1)] * n, list(replies))
+    outcome = RewardOutput(rewards, list(masks) or [mask(1)] * n, replies=list(replies))
     return ScoredRollout(task, rollout, outcome, reward, torch.zeros(n), None)
 
 

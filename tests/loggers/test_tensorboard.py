@@ -45,7 +45,7 @@ def test_a_picture_of_any_shape(loop, width, height, drawn_width, drawn_height):
     region = torch.ones(height, width, dtype=torch.bool)
     batch = Batch([0], [region], ["a cup"], ["id"], [], None)
     rollout = Rollout(batch, None, None, ["a mug"], 1, *[None] * 5)
-    outcome = RewardOutput({}, [~region], ["a cup"] if loop == 2 else [])
+    outcome = RewardOutput({}, [~region], replies=["a cup"] if loop == 2 else [])
     work = ScoredRollout(None, rollout, outcome, torch.ones(1), torch.ones(1), None)
     picture = rollout_picture(Image.new("RGB", (1024, 1024), (200, 200, 200)), work, 0)
     lines = loop + 2
@@ -114,7 +114,7 @@ def test_rollouts_are_json_whatever_they_say(tmp_path):
     batch = Batch(list(range(6)), [None] * 6, odd[::-1], odd, [], None)
     rollout = Rollout(batch, None, None, odd, 1, *[None] * 5)
     rewards = torch.tensor([0.5, math.nan, 1e15, -1e-30, 0, 1])
-    outcome = RewardOutput({"iou": rewards}, [], odd)
+    outcome = RewardOutput({"iou": rewards}, [], replies=odd)
     work = ScoredRollout(
         SimpleNamespace(name="loop1"), rollout, outcome, rewards, torch.zeros(6), None
     )

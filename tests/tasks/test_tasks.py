@@ -11,6 +11,7 @@ from rl_train import cli
 from rl_train.cli import parse
 from rl_train.config.flags import WEIGHT, flag
 from rl_train.rewards.combine import combine
+from rl_train.rollout import RewardOutput
 from rl_train.tasks import TASKS
 from rl_train.tasks.base import with_measurements
 from rl_train.tasks.sft_tasks import SFT_TASKS
@@ -54,7 +55,7 @@ def test_rows_without_a_verdict_are_not_scored_by_the_rest():
     context = SimpleNamespace(user_rewards=())
     task = SimpleNamespace(name="loop1", reward_weights=weights, context=context)
     rollout = SimpleNamespace(batch=SimpleNamespace(distractors=None))
-    marked = with_measurements(task, rollout, rewards, [], [], [])
+    marked = with_measurements(task, rollout, RewardOutput(rewards, []))
     scored, unscored = combine(marked, weights)
     assert scored == pytest.approx(0.1 + 0.375 + 1) and unscored.isnan()
     assert marked["iou"].tolist() == [1, 1]
