@@ -10,10 +10,11 @@ import torch
 from rl_train import cli
 from rl_train.cli import parse
 from rl_train.config.flags import WEIGHT, flag
+from rl_train.rewards import UserReward
 from rl_train.rewards.combine import combine
 from rl_train.rollout import RewardOutput
 from rl_train.tasks import TASKS
-from rl_train.tasks.base import with_measurements
+from rl_train.tasks.base import Task, TaskContext, with_measurements
 from rl_train.tasks.sft_tasks import SFT_TASKS
 
 
@@ -60,3 +61,30 @@ def test_rows_without_a_verdict_are_not_scored_by_the_rest():
     assert scored == pytest.approx(0.1 + 0.375 + 1) and unscored.isnan()
     assert marked["iou"].tolist() == [1, 1]
     assert rewards["meteor"].tolist() == pytest.approx([0.4, 0.4])
+
+
+def test_the_users_rewards_are_added_to_a_task_s_own(batch):
+    """The task says what they see; it need not call them."""
+
+    class Ones(Task):
+        name, reward_weights = "ones", {"one": 1.0}
+        rows = torch.ones(4, dtype=torch.bool)
+
+        def own_rewards(self, rollout):
+            texts = ["?"] * len(rollout.texts)
+            return RewardOutput({"one": torch.ones(4)}, [self.rows] * 4, [~self.rows] * 4, texts)
+
+    def seen(completions, prompts, masks, targets, task):
+        assert prompts == ["?"] * 4 and task == "ones"
+        return [float(mask.all() and not target.any()) for mask, target in zip(masks, targets)]
+
+    task = Ones()
+    task.context = TaskContext(None, None, 8, None, (UserReward("mine:seen", 0.5, seen),))
+    valid = torch.ones(4, 2, dtype=torch.bool)
+    rollout = SimpleNamespace(batch=batch, texts=["a"] * 4, stopped=valid[:, 0], valid=valid)
+    rollout.of_rows = lambda values: values
+    rewards = task.rewards(rollout).rewards
+    assert {name: values.tolist() for name, values in rewards.items()} == {
+        "one": [1] * 4,
+        "seen": [1] * 4,
+    }
