@@ -4,20 +4,25 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PretrainedConfig
 
+from .hub import model_folder
 from .internlm2_tokenizer import is_internlm2, load_internlm2
 
 
 def load_tokenizer(path: str | Path):
     """Load the tokenizer in folder `path`, which pads on the left; no code of the folder runs.
 
+    Args:
+        path: a folder, or a name on the hub.
+
     Raises:
         ValueError: there is none, it needs code of the folder, or it has no pad token.
     """
-    if is_internlm2(Path(path)):
-        return load_internlm2(Path(path))
+    folder = model_folder("--model_path", path)
+    if is_internlm2(folder):
+        return load_internlm2(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            path,
+            folder,
             padding_side="left",
             # The tokenizer does not depend on config.json. Not given a configuration, transformers
             # reads that file too, whose `auto_map` names code of the folder.

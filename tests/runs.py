@@ -22,6 +22,8 @@ from tools.demo.make_demo import HELDOUT, TRAIN, write_split
 ROOT = Path(__file__).parents[1]
 CHECKPOINT = ROOT / "tools" / "demo" / "checkpoint"
 REGIONS = 117  # training regions of `draw_data`
+# Beginnings of a help text that is no whole phrase: "of everything", "whose weights".
+FRAGMENT = r"(of|its|whose|which|where|as|with|one) "
 # Held-out metrics that are measured only where a flag asks for them: --distractors, --best_of.
 SAMPLED = {"best_of_G_cycle_iou", "by_logp_cycle_iou", "sampled_cycle_iou", "best_of_G_meteor"}
 SAMPLED |= {"by_cycle_meteor", "by_logp_meteor", "sampled_meteor"}

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import re
 import runpy
 import sys
 
@@ -14,7 +15,7 @@ from rl_train.config.grpo_config import Config
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.tasks import DEFAULT_TASKS, TASKS
 from tests.ranks import fork
-from tests.runs import ROOT, complaint_of, flags, on_one_core
+from tests.runs import FRAGMENT, ROOT, complaint_of, flags, on_one_core
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
 
@@ -328,6 +329,7 @@ def test_every_flag_has_help(data, capsys):
         parser = cli.build_parser({name: TASKS[name] for name in names})
         for action in parser._actions:
             assert action.help and f"--{action.dest}" in helped or action.dest == "help", action
+            assert not re.match(FRAGMENT, action.help), action
         assert ("--sam_path" in helped) == (names == ["point_segmentation"])
         assert "default: None" not in helped and helped.count("(required)") == 3
 

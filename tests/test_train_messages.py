@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from tqdm import tqdm
 
 from rl_train import train
 from rl_train.run import messages
@@ -26,6 +27,8 @@ def test_a_run_says_what_it_does(data, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(shutil, "which", {"nvidia-smi": "/bin/nvidia-smi"}.get)
     monkeypatch.setattr(messages, "LARGE_FOR_A_CPU", 1000)
+    of_bar = []
+    monkeypatch.setattr(tqdm, "set_postfix_str", lambda bar, text: of_bar.append(text))
     output = run(data, tmp_path / "run", **SMALL, logging_steps=1, merge_at_end="auto")
     printed = capsys.readouterr().out.splitlines()
     expected = [
@@ -55,6 +58,7 @@ def test_a_run_says_what_it_does(data, tmp_path, capsys, monkeypatch):
     header, *lines, end = log_of(output)
     assert lines == printed and end == "" and header.startswith("-- 2")
     assert "\r" not in (output / "train.log").read_text()
+    assert len(of_bar) == 2 and all(re.fullmatch(r"loop1 reward 0\.\d{3}", text) for text in of_bar)
 
 
 def test_the_commands_at_the_end_work(data, tmp_path, capsys):
@@ -120,4 +124,4 @@ def test_steps_that_learn_nothing_are_said_in_words(data, tmp_path, capsys):
     assert printed.count("\nstep 1: all answers to each prompt got the same reward, so") == 1
     assert "\n3 of 3 steps changed no weight: all answers to each prompt got the" in printed
     assert printed.count("all answers to each prompt got the same reward") == 2
-    assert "--temperature" in printed and "| no update |" in printed
+    assert printed.count("--temperature") == 1 and "| no update |" in printed

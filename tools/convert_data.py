@@ -84,11 +84,17 @@ def build_parser() -> FlagParser:
         required=True,
         type=eval_dataset_name,
         metavar="NAME",
-        help=f"of --data_dir: {', '.join(EVAL_DATASETS)}, or module:Class of your own reader",
+        help=f"layout of the data: {', '.join(EVAL_DATASETS)}, or module:Class of your own reader",
     )
     add("--data_dir", required=True, help="folder of regions, or the name of a data set on the hub")
     add("--output", required=True, type=Path, help="folder to write; must be empty or absent")
-    add("--subsets", nargs="+", default=[], metavar="SUBSET", help="as in training")
+    add(
+        "--subsets",
+        nargs="+",
+        default=[],
+        metavar="SUBSET",
+        help="folders of --data_dir, or the split, as in training",
+    )
     add("--image_root", help="folder of the images, if they do not lie in --data_dir")
     add(
         "--heldout_fraction",

@@ -40,7 +40,7 @@ def build_parser(description: str) -> FlagParser:
         "--role",
         choices=["policy", "teacher"],
         default="policy",
-        help="whose weights of the checkpoint",
+        help="weights to take of a checkpoint",
     )
     add(
         "--legacy_cleaner",
@@ -56,7 +56,11 @@ def build_parser(description: str) -> FlagParser:
     )
     ways = ["tokens", "outline", "box", "coordinates"]
     add("--region_prompt", choices=ways, help="how regions are asked about, as in training")
-    add("--seg_state", choices=["before_norm", "after_norm"], help="of a Qwen-VL, as in training")
+    add(
+        "--seg_state",
+        choices=["before_norm", "after_norm"],
+        help="state of [SEG] that prompts SAM2 (of a Qwen-VL), as in training",
+    )
     add(
         "--think",
         action="store_true",
@@ -93,7 +97,7 @@ def build_parser(description: str) -> FlagParser:
         help="regions on images that the checkpoint's run was trained on, whose data sets are "
         "opened again for it; default: nobody looks",
     )
-    add("--temperature", type=POSITIVE, default=1.0, help="of the sampled answers")
+    add("--temperature", type=POSITIVE, default=1.0, help="temperature of the sampled answers")
     add(
         "--output",
         type=Path,
@@ -116,7 +120,7 @@ def add_data_flags(parser: FlagParser):
         type=eval_dataset_name,
         default="gar",
         metavar="NAME",
-        help=f"its format: {', '.join(EVAL_DATASETS)}, or module:Class of your own reader",
+        help=f"layout of the data: {', '.join(EVAL_DATASETS)}, or module:Class of your own reader",
     )
     add(
         "--subsets",

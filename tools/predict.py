@@ -62,8 +62,8 @@ def build_parser() -> FlagParser:
     add("--image", type=Path, help="picture to ask about (required, unless --serve)")
     add("--compare", type=Path, help="second model or checkpoint, asked the same")
     add("--serve", action="store_true", help="serve a page to try a Sa2VA on (extra app)")
-    add("--port", type=COUNT, default=7860, help="of the page")
-    add("--share", action="store_true", help="with --serve: a public address, by gradio's servers")
+    add("--port", type=COUNT, default=7860, help="port of the page")
+    add("--share", action="store_true", help="public address of the page too, by gradio's servers")
     add("--text", help=f'question or instruction; with --region its default is "{DESCRIBE}"')
     add("--region", type=Path, help="picture of a region to ask about: not black inside (Sa2VA)")
     add(
@@ -79,9 +79,9 @@ def build_parser() -> FlagParser:
         "--role",
         choices=["policy", "teacher"],
         default="policy",
-        help="whose weights of a checkpoint",
+        help="weights to take of a checkpoint",
     )
-    add("--device", default="cuda" if on_gpu else "cpu", help="where the model runs")
+    add("--device", default="cuda" if on_gpu else "cpu", help="device that the model runs on")
     add(
         "--dtype",
         choices=["float32", "bfloat16"],

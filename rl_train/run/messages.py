@@ -23,10 +23,11 @@ from rl_train.run.memory_estimate import GIB
 LARGE_FOR_A_CPU = 1_000_000_000  # parameters
 FROZEN = " (frozen)"  # suffix of a frozen part in `parameter_counts`
 
+EQUAL_REWARDS = "all answers to each prompt got the same reward"
 NO_UPDATE = (
-    "all answers to each prompt got the same reward, so no answer is better than another and no "
-    "weight changes. Answers differ more at a higher --temperature, or with more "
-    "--num_generations; another --reward may tell them apart"
+    f"{EQUAL_REWARDS}, so no answer is better than another and no weight changes. Answers differ "
+    "more at a higher --temperature, or with more --num_generations; another --reward may tell "
+    "them apart"
 )
 
 

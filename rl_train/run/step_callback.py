@@ -13,7 +13,13 @@ from rl_train.loggers.tensorboard import RunLogger
 from rl_train.loss import ScoredRollout, check_finite_log_probs
 from rl_train.rewards.judge import failure_sentence
 from rl_train.run.build import Run
-from rl_train.run.messages import NO_UPDATE, mean_values, no_group_has_signal, step_line
+from rl_train.run.messages import (
+    EQUAL_REWARDS,
+    NO_UPDATE,
+    mean_values,
+    no_group_has_signal,
+    step_line,
+)
 from rl_train.run.signals import Interrupted, SignalHandler
 
 
@@ -163,4 +169,4 @@ class StepCallback:
         if not self.num_without_update:
             return None
         num_steps = self.run.state.step - self.first_step
-        return f"{self.num_without_update} of {num_steps} steps changed no weight: {NO_UPDATE}"
+        return f"{self.num_without_update} of {num_steps} steps changed no weight: {EQUAL_REWARDS}"

@@ -16,6 +16,7 @@ from rl_train.data.hub import resolve
 from rl_train.export.load_policy import open_policy
 from sa2va_hf import Sa2VAModel
 from sa2va_hf.hub import model_folder
+from sa2va_hf.tokenizer import load_tokenizer
 from tests.data.dam_splits import PNGS, region
 from tests.data.dam_splits import write as write_dam
 from tests.policies.tiny_points import write_qwen, write_sam
@@ -147,11 +148,12 @@ def test_a_run_and_its_evaluation_from_a_model_on_the_hub(repository, data, tmp_
 
 
 def test_names_on_the_hub_wherever_a_model_is_given(repository, data, monkeypatch, capsys):
-    """By `Sa2VAModel`, tools.evaluate and an experiment."""
+    """By `Sa2VAModel`, `load_tokenizer`, tools.evaluate and an experiment."""
     shutil.copytree(CHECKPOINT, repository.source)
     model = Sa2VAModel.from_pretrained("owner/tiny", dtype="auto")
     assert model.folder == repository.cache and model.dtype == torch.bfloat16
     model.require_tokenizer()
+    assert len(load_tokenizer("owner/tiny")) == len(load_tokenizer(CHECKPOINT))
     how = ["--data_dir", str(data / "heldout"), "--num_samples", "2", "--dtype", "float32"]
     how += ["--max_completion_length", "8", "--num_workers", "0"]
     for _ in unmeasured(monkeypatch):

@@ -1,5 +1,6 @@
 """Every command starts in a process of its own: no import depends on another's order."""
 
+import re
 import runpy
 import subprocess
 import sys
@@ -7,8 +8,8 @@ import sys
 import pytest
 
 from rl_train.utils.command_line import default_note
-from tests.runs import ENVIRONMENT, ROOT
-from tools import check_checkpoint, evaluate_flags, predict
+from tests.runs import ENVIRONMENT, FRAGMENT, ROOT
+from tools import check_checkpoint, convert_data, evaluate_flags, predict
 
 COMMANDS = ["rl_train.train", "rl_train.sft", "tools.evaluate", "tools.export", "tools.predict"]
 
@@ -39,6 +40,7 @@ PARSERS = dict(
     predict=predict.build_parser(),
     check_checkpoint=check_checkpoint.build_parser(),
     evaluate=evaluate_flags.build_parser("Evaluate."),
+    convert_data=convert_data.build_parser(),
 )
 
 
@@ -47,6 +49,7 @@ def test_each_flag_has_a_help_that_states_its_default_once(program):
     """A default in plain words would stand beside the one that the parser adds."""
     actions = PARSERS[program]._actions
     assert not [action.option_strings[0] for action in actions if not action.help]
+    assert not [action.help for action in actions if re.match(FRAGMENT, action.help)]
     assert not [
         action.option_strings[0]
         for action in actions

@@ -130,6 +130,17 @@ def test_a_complete_environment_is_taken_as_it_is(machine):
     assert "pip" not in machine.log.read_text()
 
 
+def test_what_is_installed_is_said_and_shown(machine):
+    """It takes minutes: pip is not silenced."""
+    venv = machine.folder / "checkout" / ".venv"
+    machine.python(venv / "bin" / "python", "3.12.1", lacks_packages=1)
+    done = machine.source()
+    assert done.returncode == 0, done
+    assert done.stdout.startswith("installing PyTorch, transformers and the other requirements")
+    (command,) = [line for line in machine.log.read_text().splitlines() if "pip install" in line]
+    assert command.endswith("-m pip install -e .[test] -c constraints.txt")
+
+
 def test_without_an_environment_nothing_is_installed(machine):
     python = machine.python(machine.bin / "python3", "3.12.1", lacks_packages=1)
     done = machine.source(VENV="", PYTHON="python3")

@@ -53,7 +53,8 @@ def batch_of(policy, data, number):
     ]
 
 
-def test_a_demo_interrupted_while_scenes_are_drawn_is_drawn_anew(tmp_path, monkeypatch):
+def test_a_demo_interrupted_while_scenes_are_drawn_is_drawn_anew(tmp_path, monkeypatch, capsys):
+    """What takes long is said before it begins."""
     words = ["--output_dir", str(tmp_path), "--train_scenes", "3", "--heldout_scenes", "1"]
 
     def interrupted(*args, **options):
@@ -66,6 +67,7 @@ def test_a_demo_interrupted_while_scenes_are_drawn_is_drawn_anew(tmp_path, monke
         with pytest.raises(KeyboardInterrupt):
             main(words)
     assert not (tmp_path / "train").exists()
+    assert capsys.readouterr().out == f"drawing 3 scenes into {tmp_path / 'train'}\n"
     main(words)
     main(words)  # all is there: nothing is drawn
     assert len(GraspAnyRegionDataset(tmp_path / "train")) == sum(
