@@ -15,6 +15,7 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLImageProcessorPil,
     Qwen3VLForConditionalGeneration,
+    Sam2Config,
     Sam2Model,
 )
 
@@ -147,15 +148,24 @@ def load_sam(path: str | Path, dtype: torch.dtype = torch.float32) -> Sam2Model:
     folder holds another model; see `_load`.
     """
     check_sam(path)
-    sam = _load("--sam_path", Sam2Model, path, torch.float32)
+    # transformers would warn of a config of the model for videos, whose other keys are not read.
+    raw = read_json(Path(path) / "config.json") | dict(model_type=Sam2Config.model_type)
+    sam = _load("--sam_path", Sam2Model, path, torch.float32, Sam2Config.from_dict(raw))
     sam.vision_encoder.to(dtype)
     return sam
 
 
 def _load(
-    flag: str, model_class: type[PreTrainedModel], path: str | Path, dtype: torch.dtype
+    flag: str,
+    model_class: type[PreTrainedModel],
+    path: str | Path,
+    dtype: torch.dtype,
+    config: PreTrainedConfig | None = None,
 ) -> PreTrainedModel:
     """Load a model whose every weight is in the folder's files.
+
+    Args:
+        config: of the model; None: that of the folder.
 
     Raises:
         ValueError: a file is missing or damaged, or holds other weights than the config asks for.
@@ -163,6 +173,7 @@ def _load(
     find_keys(Path(path))  # reads the header of every file, and names a damaged one
     model, info = model_class.from_pretrained(
         path,
+        config=config,
         dtype=dtype,
         use_safetensors=True,
         local_files_only=True,

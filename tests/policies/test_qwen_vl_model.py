@@ -72,9 +72,10 @@ def test_loads_every_weight_or_says_which_not(qwen, tmp_path):
     assert "layers.0.mlp.up_proj" in words and "odd" in words and "merger.mlp.0" in words
 
 
-def test_sam_is_that_of_the_published_folder(sam, tmp_path):
+def test_sam_is_that_of_the_published_folder(sam, tmp_path, caplog):
     """Of the model for videos, and where the file has one of the two copies of a matrix."""
     whole = load_sam(sam)
+    assert "sam2_video" not in caplog.text  # transformers' warning of another type of model
     folder = copied(sam, tmp_path / "once")
     weights = load_file(folder / "model.safetensors")
     assert "memory_encoder.projection.weight" in weights
