@@ -14,12 +14,13 @@ from tools import rank_samples
 one_core = pytest.fixture(autouse=True)(on_one_core)
 NOT_HERE = ("output_dir", "eval_steps", "micro_batch_size", "max_steps", "learning_rate")
 NOT_HERE += ("merge_at_end",)  # flags of a run that a ranking does not have
-NUM_SAMPLES, G = 7, 3
+NUM_SAMPLES, G = 5, 3
+SHORT = dict(num_generations=G, seed=3, max_completion_length=6)
 
 
 @pytest.fixture(scope="module")
 def few(data, tmp_path_factory):
-    """A list of seven training samples."""
+    """A list of a few training samples."""
     file = tmp_path_factory.mktemp("few") / "few.txt"
     samples = GraspAnyRegionDataset(data / "train")
     file.write_text("\n".join(samples.image_id(i) for i in range(3, 3 + NUM_SAMPLES)))
@@ -28,7 +29,7 @@ def few(data, tmp_path_factory):
 
 def ranking(data, few, output, **changes):
     """Rank the few samples by both loops."""
-    changes = dict(sample_list=few, num_generations=G, seed=3) | changes
+    changes = dict(sample_list=few) | SHORT | changes
     absent = dict.fromkeys(NOT_HERE)
     rank_samples.main(["--output", str(output), *flags(data, None, **absent | changes)])
     return output
@@ -49,8 +50,8 @@ def test_a_line_is_what_a_run_s_first_step_earns(data, few, ranked, tmp_path):
     lines = lines_of(ranked)
     assert len(lines) == 2 * NUM_SAMPLES and all(line["num_scored"] == G for line in lines)
     assert {line["variance"] > 0 for line in lines} == {True, False}
-    same = dict(sample_list=few, num_generations=G, seed=3, batch_size=4, max_steps=1)
-    rows = rollouts(run_unmeasured(data, tmp_path / "run", **same))
+    same = dict(sample_list=few, batch_size=4, max_steps=1)
+    rows = rollouts(run_unmeasured(data, tmp_path / "run", **SHORT | same))
     of_line = {(line["image_id"], line["task"]): line for line in lines}
     for start in range(0, len(rows), G):
         group = rows[start : start + G]
