@@ -2,8 +2,7 @@
 
 The functions are those of `layers` and `decode_torch`, where their arguments are documented.
 
-Letters: N = P*G rows, H query heads, K key-value heads, D head size, L prompt slots, T suffix
-slots, r LoRA rank.
+Letters: N = P*G rows of P prefixes, H query heads, K key-value heads, D head size, r LoRA rank.
 """
 
 from typing import NamedTuple
@@ -25,7 +24,7 @@ from rl_train.engine.linear_triton import (
     read_power,
 )
 
-MAX_SPLITS = 8  # parts of a prompt's keys that programs process in parallel
+MAX_SPLITS = 8  # parts of the keys of a prefix, or of a row, that programs process in parallel
 LOG2E = 1.4426950408889634
 
 
@@ -59,8 +58,9 @@ class Heads(NamedTuple):
     H: int
     K: int
     D: int
-    G: int = 0  # of a prompt
-    SPLITS: int = 0  # of a prompt's keys
+    G: int = 0  # rows of a prefix
+    SPLITS: int = 0  # of a prefix's keys
+    OWN_SPLITS: int = 0  # of a row's own keys
     QUERIES: int = 0  # of a program
     KEYS: int = 0  # that it reads together
 
@@ -74,7 +74,7 @@ def _heads(
     rotation,
     q,
     suffix,
-    step,
+    slot,
     norms,
     S: tl.constexpr,
     M: tl.constexpr,
@@ -94,7 +94,7 @@ def _heads(
     dtype = product.y.dtype.element_ty
     valid = (rows < product.num_rows)[:, None]
     # Slot of a k or v head in the cache; of a q head it is not used.
-    stored = ((rows[:, None] * K + (head - H) % K) * suffix.slots + tl.load(step)) * D
+    stored = ((rows[:, None] * K + (head - H) % K) * suffix.slots + tl.load(slot)) * D
     position = tl.load(rotation.position + rows, mask=rows < product.num_rows, other=0)
     at = position[:, None] * (D // 2) + half[None, :]
     summands = read_power(power, rows, product.num_rows, S)
@@ -158,7 +158,7 @@ def heads(
         rotation,
         q,
         Cache(cache.keys, cache.values, slots),
-        cache.step,
+        cache.slot,
         head_norms,
         sizes,
         shape,
@@ -170,9 +170,22 @@ def heads(
 
 @triton.jit
 def _attend(
-    q, prefix, suffix, pad, done, step, parts, sizes, scale, num_prompts, chunk, M: tl.constexpr
+    q,
+    prefix,
+    suffix,
+    pad,
+    own_pad,
+    done,
+    slot,
+    parts,
+    sizes,
+    scale,
+    num_prefixes,
+    chunk,
+    own_chunk,
+    M: tl.constexpr,
 ):
-    """Compute attention of QUERIES queries over a range of shared keys: a prompt's or a row's."""
+    """Compute attention of QUERIES queries over a range of keys: a prefix's or a row's own."""
     H: tl.constexpr = M.H
     K: tl.constexpr = M.K
     D: tl.constexpr = M.D
@@ -180,38 +193,41 @@ def _attend(
     PER: tl.constexpr = M.H // M.K  # query heads of a key-value head
     item, kv = tl.program_id(0), tl.program_id(1)
     blocks: tl.constexpr = (M.G * PER + QUERIES - 1) // QUERIES
-    suffix_blocks: tl.constexpr = (PER + QUERIES - 1) // QUERIES
-    num_prefix = num_prompts * blocks * M.SPLITS
-    # Programs of a prompt's keys come first, then those of each row's own.
-    if item < num_prefix:
-        # QUERIES of the prompt's G * PER queries, against one of SPLITS ranges of its keys.
-        prompt, split = item // M.SPLITS // blocks, item % M.SPLITS
+    own_blocks: tl.constexpr = (PER + QUERIES - 1) // QUERIES
+    num_shared = num_prefixes * blocks * M.SPLITS
+    # Programs of prefixes' keys come first, then those of each row's own.
+    if item < num_shared:
+        # QUERIES of the prefix's G * PER queries, against one of SPLITS ranges of its keys.
+        owner, split = item // M.SPLITS // blocks, item % M.SPLITS
         query = item // M.SPLITS % blocks * QUERIES + tl.arange(0, QUERIES)
-        row, valid = prompt * M.G + query // PER, query < M.G * PER
-        empty = tl.load(pad + prompt).to(tl.int32)
+        row, valid, part = owner * M.G + query // PER, query < M.G * PER, split
+        empty = tl.load(pad + owner).to(tl.int32)
         low, high = tl.maximum(split * chunk, empty), tl.minimum((split + 1) * chunk, prefix.slots)
         unfinished = tl.load(done + row, mask=valid, other=1) == 0
         # Keys for which no row is left are not read.
         high = tl.where(tl.max(unfinished.to(tl.int32)) > 0, high, low)
-        base = (prompt.to(tl.int64) * K + kv) * prefix.slots * D
+        base = (owner.to(tl.int64) * K + kv) * prefix.slots * D
         keys, values = prefix.k + base, prefix.v + base
     else:
-        suffix_item = item - num_prefix
-        query = suffix_item % suffix_blocks * QUERIES + tl.arange(0, QUERIES)
-        row, valid, split = suffix_item // suffix_blocks + query // PER, query < PER, M.SPLITS
-        high = tl.load(step).to(tl.int32) + 1
-        # A row that is done reads one slot alone, so that its sum is not 0.
-        low = tl.where(tl.load(done + suffix_item // suffix_blocks) == 0, 0, high - 1)
-        base = ((suffix_item // suffix_blocks).to(tl.int64) * K + kv) * suffix.slots * D
+        # QUERIES of the row's PER queries, against one of OWN_SPLITS ranges of its own keys.
+        own_item = (item - num_shared) // M.OWN_SPLITS
+        owner, split = own_item // own_blocks, (item - num_shared) % M.OWN_SPLITS
+        query = own_item % own_blocks * QUERIES + tl.arange(0, QUERIES)
+        row, valid, part = owner + query // PER, query < PER, M.SPLITS + split
+        end = tl.load(slot).to(tl.int32) + 1
+        # A row that is done reads its newest slot alone, so that its sum is not 0.
+        begin = tl.where(tl.load(done + owner) == 0, tl.load(own_pad + owner), end - 1)
+        low, high = tl.maximum(split * own_chunk, begin), tl.minimum((split + 1) * own_chunk, end)
+        base = (owner.to(tl.int64) * K + kv) * suffix.slots * D
         keys, values = suffix.k + base, suffix.v + base
-    d, slot = tl.arange(0, D), tl.arange(0, M.KEYS)
+    d, key = tl.arange(0, D), tl.arange(0, M.KEYS)
     head = row.to(tl.int64) * H + kv * PER + query % PER
     vectors = tl.load(q + head[:, None] * D + d[None, :], mask=valid[:, None], other=0.0)
     highest = tl.full((QUERIES,), -1e30, tl.float32)  # not -inf, whose differences are NaN
     total, mixed = tl.zeros((QUERIES,), tl.float32), tl.zeros((QUERIES, D), tl.float32)
     for start in range(0, high - low, M.KEYS):  # Triton 3.4 and 3.5 crash on a range from low
-        at = (low + start + slot) * D
-        in_range = start + slot < high - low
+        at = (low + start + key) * D
+        in_range = start + key < high - low
         k = tl.load(keys + at[None, :] + d[:, None], mask=in_range[None, :], other=0.0)  # (D, KEYS)
         v = tl.load(
             values + at[:, None] + d[None, :], mask=in_range[:, None], other=0.0
@@ -224,7 +240,7 @@ def _attend(
         total, highest = total * shrink + tl.sum(p, axis=1), higher
         mixed = mixed * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
     # Unnormalised: `_merge` divides by the sum over all parts.
-    at = head * (M.SPLITS + 1) + split
+    at = head * (M.SPLITS + M.OWN_SPLITS) + part
     tl.store(parts + at[:, None] * D + d[None, :], mixed, mask=valid[:, None])
     tl.store(sizes + at * 2, highest, mask=valid)
     tl.store(sizes + at * 2 + 1, total, mask=valid)
@@ -246,25 +262,46 @@ def _merge(parts, sizes, out, D: tl.constexpr, NUM: tl.constexpr, BLOCK: tl.cons
     tl.store(out + head * D + d, mixed.to(out.dtype.element_ty))
 
 
+def _splits(slots: int, num_keys: int) -> tuple[int, int]:
+    """Return into how many parts programs split keys, and the keys of a part.
+
+    Args:
+        num_keys: what a program reads together, of which a part is a multiple.
+    """
+    splits = min(MAX_SPLITS, triton.cdiv(slots, 128))
+    return splits, triton.cdiv(triton.cdiv(slots, splits), num_keys) * num_keys
+
+
 def attend(cache: TokenCache, q: torch.Tensor, k: None, v: None) -> torch.Tensor:
     """Compute `decode_torch.attend`; `heads` stored k and v."""
-    prefix_keys, prefix_values, keys, values, pad, done, step = cache
-    (n, num_heads, size), (num_prompts, num_kv, slots, _) = q.shape, prefix_keys.shape
-    group, per = n // num_prompts, num_heads // num_kv
+    prefix_keys, prefix_values, keys, values, pad, own_pad, done, slot = cache
+    (n, num_heads, size), (num_prefixes, num_kv, slots, _) = q.shape, prefix_keys.shape
+    group, per, own_slots = n // num_prefixes, num_heads // num_kv, keys.shape[2]
     num_keys = 128 // q.element_size()  # by shared memory
     queries = program_rows(group * per)
-    splits = min(MAX_SPLITS, triton.cdiv(slots, 128))
-    # Keys of a split, a multiple of what a program reads together.
-    chunk = triton.cdiv(triton.cdiv(slots, splits), num_keys) * num_keys
-    parts = q.new_empty(n, num_heads, splits + 1, size, dtype=torch.float32)
-    sums = q.new_empty(n, num_heads, splits + 1, 2, dtype=torch.float32)
-    items = num_prompts * triton.cdiv(group * per, queries) * splits + n * triton.cdiv(per, queries)
-    prefix, suffix = Cache(prefix_keys, prefix_values, slots), Cache(keys, values, keys.shape[2])
-    scale = size**-0.5 * LOG2E  # for exp2, which GPUs compute directly
-    shape = Heads(num_heads, num_kv, size, group, splits, queries, num_keys)
-    _attend[(items, num_kv)](
-        q, prefix, suffix, pad, done, step, parts, sums, scale, num_prompts, chunk, shape
+    splits, chunk = _splits(slots, num_keys)
+    own_splits, own_chunk = _splits(own_slots, num_keys)
+    num_parts = splits + own_splits
+    parts = q.new_empty(n, num_heads, num_parts, size, dtype=torch.float32)
+    sums = q.new_empty(n, num_heads, num_parts, 2, dtype=torch.float32)
+    shared_items = num_prefixes * triton.cdiv(group * per, queries) * splits
+    own_items = n * triton.cdiv(per, queries) * own_splits
+    _attend[(shared_items + own_items, num_kv)](
+        q,
+        Cache(prefix_keys, prefix_values, slots),
+        Cache(keys, values, own_slots),
+        pad,
+        own_pad,
+        done,
+        slot,
+        parts,
+        sums,
+        size**-0.5 * LOG2E,  # for exp2, which GPUs compute directly
+        num_prefixes,
+        chunk,
+        own_chunk,
+        Heads(num_heads, num_kv, size, group, splits, own_splits, queries, num_keys),
     )
-    out, block = torch.empty_like(q), triton.next_power_of_2(splits + 1)
-    _merge[(n * num_heads,)](parts, sums, out, D=size, NUM=splits + 1, BLOCK=block, num_warps=1)
+    out, block = torch.empty_like(q), triton.next_power_of_2(num_parts)
+    _merge[(n * num_heads,)](parts, sums, out, D=size, NUM=num_parts, BLOCK=block, num_warps=1)
     return out.view(n, -1)

@@ -6,8 +6,12 @@ LoRA A's (see `fused_weights`), whose rows are refreshed at the start of each `g
 parts of the layer between two products are one kernel (attention: two; `decode_triton`, or the same
 in plain torch, `decode_torch`).
 
-Letters: P prompts, G samples each, N = P*G rows, L prompt slots, T new tokens, m prompt tokens,
-C width, V vocabulary, K key-value heads, D head size.
+The cache holds each prefix once: a prompt, for its rows; or what neighbouring prompts begin with,
+such as an image's tokens, for one row of each (`packing.CacheLayout`). The rest of a row's prompt
+and its new tokens lie in slots of its own.
+
+Letters: P prefixes, G rows of each, N = P*G rows, L prefix slots, R slots of a row's rest, T new
+tokens, m prompt tokens, C width, V vocabulary, K key-value heads, D head size.
 """
 
 from collections.abc import Callable
@@ -20,7 +24,7 @@ from rl_train.engine import packed_forward
 from rl_train.engine.decode_torch import TokenCache
 from rl_train.engine.layers import any_number, decoder_layer, norm
 from rl_train.engine.lm_head import product
-from rl_train.engine.packing import SharedPrefixLayout, next_positions
+from rl_train.engine.packing import CacheLayout, SharedPrefixLayout, next_positions
 from rl_train.engine.sampling import Completions, SamplingParams
 from sa2va_hf.to_device import to_device
 
@@ -28,7 +32,7 @@ if TYPE_CHECKING:
     from rl_train.engine.fused_weights import FusedModel
 
 
-PROMPT_SLOTS, NEW_SLOTS = 128, 64  # multiples to which L and T are rounded up: few graphs serve all
+PROMPT_SLOTS, NEW_SLOTS = 128, 64  # multiples to which L, R and T are rounded up: few graphs
 MAX_GRAPHS = 16  # kept; the oldest goes
 POLL = 2  # tokens between two polls of whether all rows are done; each is read one poll late
 
@@ -51,34 +55,32 @@ class Decoder:
         self.cache = None  # freed before there is another
         self.cache = weight.new_zeros(slots * self.slot_size)  # not empty: 0 * NaN is NaN
 
-    def graph(self, num_prompts: int, length: int, params: SamplingParams) -> "Graph":
+    def graph(self, layout: CacheLayout, params: SamplingParams) -> "Graph":
         """Return the graph for these sizes, captured at first use."""
-        prompts = _round_up(num_prompts, 16)
-        if num_prompts <= 16:
-            # The next power of 2: a few prompts need not pay for 16.
-            prompts = 1 << (num_prompts - 1).bit_length()
-        length, new_slots = (
-            _round_up(length, PROMPT_SLOTS),
-            _round_up(params.max_new_tokens, NEW_SLOTS),
+        num_prefixes = len(layout.prefixes)
+        prefixes = _round_up(num_prefixes, 16)
+        if num_prefixes <= 16:
+            # The next power of 2: a few prefixes need not pay for 16.
+            prefixes = 1 << (num_prefixes - 1).bit_length()
+        sizes = dict(
+            num_prefixes=prefixes,
+            rows_per_prefix=layout.rows_per_prefix,
+            prefix_slots=_round_up(layout.prefixes.shape[1], PROMPT_SLOTS),
+            rest_slots=_round_up(layout.rests.shape[1], PROMPT_SLOTS),
+            num_tokens=_round_up(params.max_new_tokens, NEW_SLOTS),
         )
-        sizes = prompts, params.num_generations, length, new_slots
         # Everything that a capture fixes. The stop text counts by identity, as its table does.
-        key = (sizes, params.stop, params.pad_id, params.temperature, params.uniforms is None)
+        sampling = (params.stop, params.pad_id, params.temperature, params.uniforms is None)
+        key = (*sizes.values(), *sampling)
         if key not in self.graphs:
-            slots = prompts * (length + params.num_generations * new_slots)
+            own_slots = sizes["rest_slots"] + sizes["num_tokens"]  # of a row
+            slots = prefixes * (sizes["prefix_slots"] + layout.rows_per_prefix * own_slots)
             if len(self.graphs) == MAX_GRAPHS:
                 del self.graphs[next(iter(self.graphs))]  # dicts keep the order of insertion
             if self.cache.numel() < slots * self.slot_size:
                 self._make_cache(slots)
             self.graphs[key] = self.make_graph(
-                self.fused,
-                self.cache,
-                self.pool,
-                num_prompts=prompts,
-                num_generations=params.num_generations,
-                length=length,
-                num_tokens=new_slots,
-                params=params,
+                self.fused, self.cache, self.pool, params=params, **sizes
             )
         return self.graphs[key]
 
@@ -95,23 +97,23 @@ class Decoder:
         Args:
             prefix_layout: layout of the prompts; it and their mask are on the CPU.
         """
-        num_rows = len(embeds) * params.num_generations  # without rows that round P up
+        layout = prefix_layout.cache_layout(params.num_generations)
         with torch.autocast(embeds.device.type, enabled=False):
-            graph = self.graph(len(embeds), embeds.shape[1], params)
+            graph = self.graph(layout, params)
             cache, next_position = [], next_positions(position_ids, attention_mask)
             # This refreshes the copies of the LoRA for the graph too.
             hidden = packed_forward.hidden_states(
                 self.fused, prefix_layout.gather(embeds), prefix_layout.layout, cache=cache
             )
-            graph.load(cache, prefix_layout.tokens(), attention_mask, next_position)
+            graph.load(cache, layout, next_position)
             del cache  # copied: freed before the first token
             graph.begin(prefix_layout.last(hidden)[:, 0], params.uniforms)
             graph.run(params.max_new_tokens)
-        rows, copy_to_cpu = slice(num_rows), partial(torch.Tensor.to, device="cpu", copy=True)
+        rows, copy_to_cpu = graph.rows, partial(torch.Tensor.to, device="cpu", copy=True)
         valid, stopped = copy_to_cpu(graph.valid[rows]), copy_to_cpu(graph.done[rows])
         # At least one column, also where no row has a token.
         columns = slice(max(1, int(valid.sum(1).max())))
-        logp, hidden = (buffer[rows, columns].clone() for buffer in (graph.logp, graph.hiddens))
+        logp, hidden = graph.logp[rows, columns], graph.hiddens[rows, columns]  # copies
         hidden[:, -1] = 0.0  # a graph may have run beyond the last answer's end
         return Completions(
             copy_to_cpu(graph.ids[rows, columns]), logp, valid[:, columns], stopped, hidden
@@ -119,13 +121,14 @@ class Decoder:
 
 
 class Graph:
-    """Buffers of one size, for N rows about P prompts, some of which may be empty.
+    """Buffers of one size, for N rows of P prefixes, some of which may be empty.
 
     On CUDA also the graph that decodes one token of all rows in them.
 
     Args:
         fused: `fused_weights.FusedModel`; cache: numbers that hold at least all keys and values.
         pool: CUDA graphs' memory pool, None on the CPU.
+        num_prefixes, rows_per_prefix, prefix_slots, rest_slots, num_tokens: P, G, L, R, T.
         params: its stop, pad_id, temperature and whether it has uniforms are read.
     """
 
@@ -134,28 +137,30 @@ class Graph:
         fused: "FusedModel",
         cache: torch.Tensor,
         pool: tuple[int, int] | None,
-        num_prompts: int,
-        num_generations: int,
-        length: int,
+        num_prefixes: int,
+        rows_per_prefix: int,
+        prefix_slots: int,
+        rest_slots: int,
         num_tokens: int,
         params: SamplingParams,
     ):
-        self.fused, self.num_generations = fused, num_generations
+        self.fused, self.rows_per_prefix, self.rest_slots = fused, rows_per_prefix, rest_slots
         self.vocab, width = fused.head.weight.shape
         self.stop = params.stop
         # A captured graph reads this address, so the table must not be freed.
         self.table = params.stop and params.stop.table
         self.pad_id, self.temperature = params.pad_id, params.temperature
         self.greedy = params.uniforms is None
-        n, new_zeros = num_prompts * num_generations, cache.new_zeros
+        n, new_zeros = num_prefixes * rows_per_prefix, cache.new_zeros
         layers, kv, size = len(fused.layers), fused.num_kv, fused.head_size
-        prefix_shape = (layers, 2, num_prompts, kv, length, size)
-        suffix_shape = (layers, 2, n, kv, num_tokens, size)
+        prefix_shape = (layers, 2, num_prefixes, kv, prefix_slots, size)
+        suffix_shape = (layers, 2, n, kv, rest_slots + num_tokens, size)
         # Both halves lie in the one cache that all graphs share.
         split = torch.Size(prefix_shape).numel()
         self.prefix = cache[:split].view(prefix_shape)
         self.suffix = cache[split : split + torch.Size(suffix_shape).numel()].view(suffix_shape)
-        self.pad = new_zeros(num_prompts, dtype=torch.int32)  # empty slots before each prompt
+        self.pad = new_zeros(num_prefixes, dtype=torch.int32)  # empty slots before each prefix
+        self.own_pad = new_zeros(n, dtype=torch.int32)  # empty slots before each row's own
         self.hiddens = new_zeros(n, num_tokens, width)
         self.uniforms = new_zeros(n, num_tokens, dtype=torch.float64)  # float64, as the sums are
         self.ids = new_zeros(n, num_tokens, dtype=torch.long)
@@ -166,11 +171,12 @@ class Graph:
         any_number(self.done, self.state, self.token)  # so that `choose` is compiled once
         for buffer in (self.uniforms, self.ids, self.logp, self.valid):
             torch._dynamo.maybe_mark_dynamic(buffer, (0, 1))
-        self.step = new_zeros(1, dtype=torch.long)
-        # An image has at most as many positions as tokens, so L + T positions suffice.
-        angle = torch.arange(length + num_tokens, device=cache.device)[:, None] * fused.inv_freq
+        self.step, self.slot = (new_zeros(1, dtype=torch.long) for _ in range(2))
+        # An image has at most as many positions as tokens, so L + R + T positions suffice.
+        positions = torch.arange(prefix_slots + rest_slots + num_tokens, device=cache.device)
+        angle = positions[:, None] * fused.inv_freq
         angles = [f(angle) * fused.rope_scale for f in (torch.cos, torch.sin)]
-        self.cos, self.sin = (values.to(cache.dtype) for values in angles)  # (L + T, D/2)
+        self.cos, self.sin = (values.to(cache.dtype) for values in angles)  # (positions, D/2)
         self.graph = self._capture(pool)
 
     @property
@@ -195,46 +201,49 @@ class Graph:
         return graph
 
     def load(
-        self,
-        cache: list[list[torch.Tensor]],
-        tokens: torch.Tensor,
-        attention_mask: torch.Tensor,
-        next_position: torch.Tensor,
+        self, cache: list[list[torch.Tensor]], layout: CacheLayout, next_position: torch.Tensor
     ):
         """Copy the keys and values of p prompts to the end of their slots.
 
         Args:
             cache: of each layer its keys and values, (m, K, D) each.
-            tokens: (p, length) index among the m tokens of each slot of the prompts.
-            attention_mask: (p, length).
             next_position: (p,) position of the first token behind each prompt.
         """
-        p, length = attention_mask.shape
-        lengths, slots = attention_mask.sum(1), self.prefix.shape[4]
-        self.pad.fill_(slots)  # unused prompts are empty
-        self.pad[:p].copy_(slots - lengths, non_blocking=True)
-        tokens = to_device(tokens, self.pad.device)
-        # Aligned to the right, so that padding is one number a prompt.
-        for prefix, layer in zip(self.prefix, cache):
-            for target, source in zip(prefix, layer):
-                # (m, K, D) -> (p, K, length, D)
-                target[:p, :, slots - length :] = source[tokens].transpose(1, 2)
-        rows = next_position.repeat_interleave(self.num_generations)
-        self.position.zero_()[: len(rows)].copy_(rows, non_blocking=True)  # unused rows stay at 0
+        device, slots, rest_slots = self.pad.device, self.prefix.shape[4], self.rest_slots
+        num_prefixes, length = layout.prefixes.shape
+        rest_length = layout.rests.shape[1]
+        prefixes, rests = to_device(layout.prefixes, device), to_device(layout.rests, device)
+        self.rows = to_device(layout.rows, device)  # the others are unused
+        self.pad.fill_(slots)  # unused prefixes are empty
+        self.pad[:num_prefixes].copy_(slots - layout.prefix_lengths, non_blocking=True)
+        # Of each prompt's rows; unused rows stay at 0.
+        num_generations = len(layout.rows) // len(next_position)
+        position = next_position.repeat_interleave(num_generations)
+        own_pad = (rest_slots - layout.rest_lengths).int().repeat_interleave(num_generations)
+        self.position.zero_().index_copy_(0, self.rows, to_device(position, device))
+        self.own_pad.zero_().index_copy_(0, self.rows, to_device(own_pad, device))
+        # Aligned to the right, so that padding is one number a prefix or a row.
+        for prefix, suffix, layer in zip(self.prefix, self.suffix, cache):
+            for shared, own, source in zip(prefix, suffix, layer):
+                # (m, K, D) -> (prefixes, K, length, D)
+                shared[:num_prefixes, :, slots - length :] = source[prefixes].transpose(1, 2)
+                if rest_length:  # then each prompt has one row
+                    rest = source[rests].transpose(1, 2)
+                    own[self.rows, :, rest_slots - rest_length : rest_slots] = rest
 
     def begin(self, hidden: torch.Tensor, uniforms: torch.Tensor | None):
         """Sample the first token of the rows of p prompts from their last hidden states (p, C)."""
-        rows = slice(len(hidden) * self.num_generations)
+        rows = self.rows
         if uniforms is not None:
             self.uniforms[rows, : uniforms.shape[1]] = to_device(uniforms, self.uniforms.device)
         for buffer in (self.step, self.state, self.valid, self.hiddens):
             buffer.zero_()
-        self.done.fill_(True)[rows] = False  # unused rows are done from the start
+        self.slot.fill_(self.rest_slots)
+        self.done.fill_(True).index_fill_(0, rows, False)  # unused rows are done from the start
         if self.fused.before_norm:
             hidden = norm(hidden, self.fused.final_norm)
-        first = torch.zeros_like(self.hiddens[:, 0])
-        first[rows] = hidden.repeat_interleave(self.num_generations, 0)
-        self.sample(first)
+        hidden = hidden.repeat_interleave(len(rows) // len(hidden), 0)
+        self.sample(torch.zeros_like(self.hiddens[:, 0]).index_copy_(0, rows, hidden))
 
     def run(self, max_new_tokens: int):
         """Decode until all rows are done, or max_new_tokens.
@@ -264,8 +273,8 @@ class Graph:
         """Feed the newest token, sample the next."""
         hidden, normed = self.forward()
         self.hiddens.index_copy_(1, self.step, hidden[:, None])
-        self.step += 1
-        self.position += 1
+        for counter in (self.step, self.slot, self.position):
+            counter += 1
         self.sample(normed)
 
     def sample(self, normed: torch.Tensor):
@@ -282,7 +291,9 @@ class Graph:
         x = ops.embed(self.token, fused.embedding)
         rotation = ops.rotation(self.cos, self.sin, self.position)
         for layer, prefix, suffix in zip(fused.layers, self.prefix, self.suffix):
-            cache = TokenCache(*prefix, *suffix, pad=self.pad, done=self.done, step=self.step)
+            cache = TokenCache(
+                *prefix, *suffix, pad=self.pad, own_pad=self.own_pad, done=self.done, slot=self.slot
+            )
             attention, parts = partial(ops.attend, cache), ops.parts(cache)
             x = decoder_layer(x, layer.copied, rotation, attention, parts)
         residual, normed = ops.final(x, fused.final_norm)

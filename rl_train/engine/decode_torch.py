@@ -3,8 +3,8 @@
 It serves sizes that `decode_triton` does not support, and is what that is tested against. Both have
 the same functions.
 
-Letters: N = P*G rows, H query heads, K key-value heads, D head size, L prompt slots, T suffix
-slots, C width, V vocabulary.
+Letters: N = P*G rows of P prefixes, H query heads, K key-value heads, D head size, L prefix slots,
+S suffix slots, T new tokens, C width, V vocabulary.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 class TokenCache(NamedTuple):
     """Keys and values that the newest tokens of N rows attend to in a layer."""
 
-    prefix_keys: torch.Tensor  # (P, K, L, D), shared by the G rows of a prompt
+    prefix_keys: torch.Tensor  # (P, K, L, D), shared by the G rows of a prefix
     prefix_values: torch.Tensor
-    keys: torch.Tensor  # (N, K, T, D) of the rows themselves
+    keys: torch.Tensor  # (N, K, S, D) of the rows themselves
     values: torch.Tensor
-    pad: torch.Tensor  # (P,) empty slots before each prompt
+    pad: torch.Tensor  # (P,) empty slots before each prefix
+    own_pad: torch.Tensor  # (N,) empty slots before each row's own
     done: torch.Tensor  # (N,) bool; attention of rows that are done is undefined
-    step: torch.Tensor  # (1,) long, slot of the newest token among T
+    slot: torch.Tensor  # (1,) long, of the newest token among S
 
 
 def embed(token: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -50,30 +51,32 @@ def parts(cache: TokenCache) -> Parts:
 def attend(
     cache: TokenCache, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return attention (N, H*D) of q (N, H, D) over its prompt and its row's slots up to `step`.
+    """Return attention (N, H*D) of q (N, H, D) over its prefix and its row's slots up to `slot`.
 
     Args:
-        k, v: (N, K, D), which are stored at `step`; None: `parts` stored them.
+        k, v: (N, K, D), which are stored at `slot`; None: `parts` stored them.
     """
-    prefix_keys, prefix_values, keys, values, pad, _, step = cache
+    prefix_keys, prefix_values, keys, values, pad, own_pad, _, slot = cache
     if k is not None:
-        keys.index_copy_(2, step, k[:, :, None])
-        values.index_copy_(2, step, v[:, :, None])
-    (num_rows, num_heads, size), (num_prompts, num_kv, length, _) = q.shape, prefix_keys.shape
+        keys.index_copy_(2, slot, k[:, :, None])
+        values.index_copy_(2, slot, v[:, :, None])
+    (num_rows, num_heads, size), (num_prefixes, num_kv, length, _) = q.shape, prefix_keys.shape
     heads_per_kv, device = num_heads // num_kv, q.device
     grouped = (q * size**-0.5).view(num_rows, num_kv, -1, size)  # (N, K, H/K, D)
-    # The G rows of a prompt read its keys by one product: (P, K, G, H/K, D).
-    shared = grouped.view(num_prompts, -1, num_kv, heads_per_kv, size).transpose(1, 2)
+    # The G rows of a prefix read its keys by one product: (P, K, G, H/K, D).
+    shared = grouped.view(num_prefixes, -1, num_kv, heads_per_kv, size).transpose(1, 2)
     shape = shared.shape
     prefix = shared.flatten(2, 3) @ prefix_keys.transpose(2, 3)  # (P, K, G*H/K, L)
     padding = torch.arange(length, device=device) < pad[:, None, None, None]
     prefix = prefix.masked_fill(padding, float("-inf"))
     prefix = prefix.view(*shape[:-1], length).transpose(1, 2).reshape(num_rows, num_kv, -1, length)
-    suffix = grouped @ keys.transpose(2, 3)  # (N, K, H/K, T)
-    suffix = suffix.masked_fill(torch.arange(keys.shape[2], device=device) > step, float("-inf"))
-    # One softmax over both: (N, K, H/K, L + T).
+    suffix = grouped @ keys.transpose(2, 3)  # (N, K, H/K, S)
+    slots = torch.arange(keys.shape[2], device=device)
+    unused = (slots < own_pad[:, None, None, None]) | (slots > slot)
+    suffix = suffix.masked_fill(unused, float("-inf"))
+    # One softmax over both: (N, K, H/K, L + S).
     p = torch.softmax(torch.cat([prefix, suffix], dim=-1).float(), dim=-1).to(q.dtype)
-    shared = p[..., :length].view(num_prompts, -1, num_kv, heads_per_kv, length).transpose(1, 2)
+    shared = p[..., :length].view(num_prefixes, -1, num_kv, heads_per_kv, length).transpose(1, 2)
     mixed = (shared.flatten(2, 3) @ prefix_values).view(shape).transpose(1, 2)
     return (mixed.reshape(grouped.shape) + p[..., length:] @ values).reshape(num_rows, -1)
 

@@ -18,6 +18,9 @@ from sa2va_hf.to_device import to_device
 # Attention by a bias costs the square of a sequence's length, and all sequences are padded to the
 # longest.
 MAX_PROMPTS_PER_SEQUENCE = 8
+# Slots of the cache whose keys and values take about as long to read as one more row takes to
+# decode.
+SLOTS_PER_ROW = 1000
 
 
 def positions(attention_mask: torch.Tensor) -> torch.Tensor:
@@ -117,12 +120,30 @@ def pack(
 
 
 @dataclass
+class CacheLayout:
+    """Tokens of P prompts in the sampler's cache: g prefixes that rows share, and each row's rest.
+
+    Indices are among all tokens, aligned to the right; those of the padding mean nothing.
+    """
+
+    prefixes: torch.Tensor  # (g, L') tokens of each prefix
+    prefix_lengths: torch.Tensor  # (g,)
+    rests: torch.Tensor  # (P, R) tokens of each prompt behind its prefix
+    rest_lengths: torch.Tensor  # (P,)
+    rows_per_prefix: int
+    rows: torch.Tensor  # (N,) index of each row among the g * rows_per_prefix
+
+
+@dataclass
 class SharedPrefixLayout:
     """P prompts as fewer sequences [shared prefix | rest of one prompt | rest of another | ..]."""
 
     layout: Layout
     source: torch.Tensor  # (sequences, S) index among P*L of each slot's token; 0 at the padding
     where: torch.Tensor  # (P, L) index among all slots of each prompt's token; 0 at the padding
+    sequence: torch.Tensor  # (P,) sequence of each prompt, not decreasing
+    prefix_lengths: torch.Tensor  # (sequences,) tokens of the prefix; all of a prompt alone
+    lengths: torch.Tensor  # (P,) tokens of each prompt
 
     def gather(self, embeds: torch.Tensor):
         """Return the embeddings (sequences, S, C) of prompts (P, L, C)."""
@@ -136,6 +157,39 @@ class SharedPrefixLayout:
     def tokens(self):
         """Return the index (P, L) of each prompt's tokens among all tokens, without padding."""
         return ((self.layout.part >= 0).flatten().cumsum(0) - 1)[self.where]
+
+    def cache_layout(self, num_generations: int) -> CacheLayout:
+        """Return the layout of a cache for G rows of each prompt.
+
+        G rows of one prompt share all of it. If G is 1, the prompts of a sequence share its prefix,
+        where that saves more than the unused rows cost that make all groups equally large.
+        """
+        num_prompts = len(self.lengths)
+        every = torch.arange(num_prompts)
+        sequence, prefix_lengths = self.sequence, self.prefix_lengths
+        rows_per_prefix = 1 << (int(sequence.bincount().max()) - 1).bit_length()
+        rest_lengths = self.lengths - prefix_lengths[sequence]
+        saved_slots = (self.lengths - rest_lengths).sum() - prefix_lengths.sum()
+        unused_rows = len(prefix_lengths) * rows_per_prefix - num_prompts
+        if num_generations > 1 or saved_slots <= SLOTS_PER_ROW * unused_rows:
+            # Each prompt is a prefix.
+            sequence, prefix_lengths, rows_per_prefix = every, self.lengths, num_generations
+            rest_lengths = torch.zeros_like(self.lengths)
+        first = torch.searchsorted(sequence, torch.arange(len(prefix_lengths)))  # prompt of each
+        rank = every - first[sequence]  # among the prompts of its prefix
+        rows = (sequence * rows_per_prefix + rank)[:, None] + torch.arange(num_generations)
+        tokens = self.tokens()  # (P, L), aligned to the right
+        # A prefix is its first prompt, shifted to the right by that prompt's rest.
+        shifted = torch.arange(tokens.shape[1]) - rest_lengths[first, None]
+        prefixes = tokens[first].gather(1, shifted.clamp(min=0))  # (g, L)
+        return CacheLayout(
+            prefixes=prefixes[:, tokens.shape[1] - int(prefix_lengths.max()) :],
+            prefix_lengths=prefix_lengths,
+            rests=tokens[:, tokens.shape[1] - int(rest_lengths.max()) :],
+            rest_lengths=rest_lengths,
+            rows_per_prefix=rows_per_prefix,
+            rows=rows.flatten(),
+        )
 
 
 def shared_prefix_layout(
@@ -157,8 +211,10 @@ def shared_prefix_layout(
         else:
             groups.append([prompt])
     placements = []  # (sequence, part, shared tokens, slots) of each prompt
+    prefix_lengths = []  # of each sequence
     for sequence, (first, *others) in enumerate(groups):
         common = filled = min((shared[prompt] for prompt in others), default=lengths[first])
+        prefix_lengths.append(common)
         for part_id, prompt in enumerate((first, *others), 1):
             end = filled + lengths[prompt] - common
             # First tokens lie in the shared slots, the rest behind the prompts before it.
@@ -177,4 +233,11 @@ def shared_prefix_layout(
         source[sequence, slots] = prompt * length + np.arange(start, length)
         where[prompt, start:] = sequence * size + slots
     part, source, where = map(torch.from_numpy, (part, source, where))
-    return SharedPrefixLayout(Layout(part, position_ids.flatten(1)[:, source]), source, where)
+    return SharedPrefixLayout(
+        layout=Layout(part, position_ids.flatten(1)[:, source]),
+        source=source,
+        where=where,
+        sequence=torch.tensor([sequence for sequence, *_ in placements]),
+        prefix_lengths=torch.tensor(prefix_lengths),
+        lengths=torch.tensor(lengths),
+    )

@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from transformers import LlamaForCausalLM, Qwen2ForCausalLM
 
-from rl_train.engine import Engine, decode_torch
+from rl_train.engine import Engine, decode_torch, packing
 from tests.engine.tiny import assert_same, both, ends_with, fast, prompts, tiny_llm, trained
 
 STOP = ends_with(torch.arange(0, 300, 15))  # of 20 draws from a flat distribution about 1 ends
@@ -77,13 +77,8 @@ def tokens(engine, monkeypatch):
 
 def test_prompts_that_begin_alike_share_their_forward(engine, monkeypatch, tokens):
     """Two that share 4 tokens, one alone, two more that share 3 with it, ragged: as if alone."""
-    embeds, mask = prompts(engine.language_model, (7, 5, 6, 9, 4))
-    same = [0, 4, 0, 3, 3]
-    lengths = mask.sum(1).tolist()
-    for prompt, common in enumerate(same):
-        if common:
-            start, before = 9 - lengths[prompt], 9 - lengths[prompt - 1]
-            embeds[prompt, start : start + common] = embeds[prompt - 1, before : before + common]
+    lengths, same = (7, 5, 6, 9, 4), [0, 4, 0, 3, 3]
+    embeds, mask = beginning_alike(engine.language_model, lengths, same)
     how = dict(steps=20, num_generations=2, shared_prefix_lengths=same)
     shared, plain = both(engine, monkeypatch, embeds, mask, **how)
     assert_same(shared, plain)
@@ -96,6 +91,59 @@ def test_prompts_that_begin_alike_share_their_forward(engine, monkeypatch, token
     assert plain.shape == (5, 2, 64) and len(tokens) == 3
     torch.testing.assert_close(ends, plain, atol=1e-4, rtol=0)
     torch.testing.assert_close(alone, plain, atol=1e-4, rtol=0)
+
+
+def beginning_alike(model, lengths, same):
+    """Prompts of which each has its first same[p] embeddings in common with the one before it."""
+    embeds, mask = prompts(model, lengths)
+    for prompt, common in enumerate(same):
+        if common:
+            start, before = (max(lengths) - lengths[p] for p in (prompt, prompt - 1))
+            embeds[prompt, start : start + common] = embeds[prompt - 1, before : before + common]
+    return embeds, mask
+
+
+@pytest.mark.parametrize(
+    "lengths, same, prefixes",
+    [
+        ((7, 5, 6, 4), [0, 4, 0, 3], 2),  # two of each
+        ((7, 5, 6, 9, 4), [0, 4, 0, 3, 3], 2),  # two and three
+        ((140, 133, 5), [0, 131, 0], 2),  # a longer prefix than a lone prompt
+        ((5, 140, 7), [0, 4, 4], 1),  # a long rest
+        ((4, 6, 4), [0, 4, 4], 1),  # all of a prompt is shared
+    ],
+)
+@pytest.mark.parametrize("greedy", [False, True])
+def test_single_rows_read_a_common_beginning_once(
+    engine, monkeypatch, lengths, same, prefixes, greedy
+):
+    """Neighbouring prompts' tokens are as if alone, and the cache holds what they share once."""
+    monkeypatch.setattr(packing, "SLOTS_PER_ROW", 0)  # unused rows do not count
+    how = dict(steps=20, num_generations=1, stop=STOP, greedy=greedy)
+    inputs = beginning_alike(engine.language_model, lengths, same)
+    engine.free_cache()
+    shared, plain = both(engine, monkeypatch, *inputs, shared_prefix_lengths=same, **how)
+    (graph,) = engine._decoder.graphs.values()
+    assert graph.prefix.shape[2] == prefixes and graph.rows_per_prefix > 1
+    assert_same(shared, plain)
+    alone, _ = both(engine, monkeypatch, *inputs, **how)
+    assert torch.equal(shared.ids, alone.ids) and torch.equal(shared.stopped, alone.stopped)
+    torch.testing.assert_close(shared.logp, alone.logp, atol=1e-5, rtol=0)
+
+
+def test_a_beginning_is_not_shared_for_many_unused_rows(engine, monkeypatch):
+    """Of 5 prompts two share 4 tokens: 3 more rows would cost more. They are as if alone."""
+    same = [0, 4, 0, 0, 0]
+    inputs = beginning_alike(engine.language_model, (7, 5, 6, 4, 5), same)
+    how = dict(steps=9, num_generations=1)
+    engine.free_cache()
+    shared, plain = both(engine, monkeypatch, *inputs, shared_prefix_lengths=same, **how)
+    assert_same(shared, plain)
+    alone, _ = both(engine, monkeypatch, *inputs, **how)
+    (graph,) = engine._decoder.graphs.values()
+    assert graph.rows_per_prefix == 1
+    assert torch.equal(shared.ids, alone.ids)
+    torch.testing.assert_close(shared.logp, alone.logp, atol=1e-5, rtol=0)
 
 
 def test_an_optimizer_step_changes_what_is_drawn(monkeypatch):
@@ -186,6 +234,11 @@ def test_graphs_equal_plain(monkeypatch, in_torch, kind):
         ((7, 5, 9), dict(stop=STOP, steps=64)),
     ):
         assert_same(*both(engine, monkeypatch, *prompts(model, lengths), **how))
+    # Four prompts of two images, with ragged rests.
+    same = [0, 131, 0, 4]
+    inputs = beginning_alike(model, (140, 133, 5, 9), same)
+    how = dict(num_generations=1, steps=70, stop=STOP, shared_prefix_lengths=same)
+    assert_same(*both(engine, monkeypatch, *inputs, **how))
     with torch.no_grad():
         for parameter in trained(model).values():
             parameter.mul_(1.5)

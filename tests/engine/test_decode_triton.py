@@ -20,19 +20,19 @@ pytestmark = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "prompts, group, heads, slots, rank, heads_norm",
+    "prompts, group, heads, slots, suffix, rank, heads_norm",
     [
-        (2, 4, 4, 128, 4, True),
-        (1, 1, 4, 384, 0, False),
-        (4, 8, 16, 512, 128, False),
-        (16, 8, 16, 1024, 128, True),
-        (6, 12, 16, 384, 16, False),
+        (2, 4, 4, 128, 64, 4, True),
+        (1, 1, 4, 384, 192, 0, False),
+        (4, 8, 16, 512, 640, 128, False),
+        (16, 8, 16, 1024, 64, 128, True),
+        (6, 12, 16, 384, 1536, 16, False),
     ],
 )
-def test_triton_equals_torch(dtype, prompts, group, heads, slots, rank, heads_norm):
+def test_triton_equals_torch(dtype, prompts, group, heads, slots, suffix, rank, heads_norm):
     """Each kernel against plain torch in float32, on the same numbers of `dtype`.
 
-    One prompt is empty.
+    One prompt is empty. Rows' own slots begin behind empty ones.
     """
     from rl_train.engine import decode_triton
     from rl_train.engine.linear_triton import complete
@@ -41,12 +41,11 @@ def test_triton_equals_torch(dtype, prompts, group, heads, slots, rank, heads_no
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2
         assert (found.float() - expected).abs().max() <= tolerance * expected.abs().max()
 
-    n, kv, size, inner, suffix = (
+    n, kv, size, inner = (
         prompts * group,
         2,
         128 if heads == 16 else 32,
         352 if rank else 360,
-        64,
     )  # 360: not in two summands
     width, mlp = heads * size, 352 if group < 8 else 384
     generator = torch.Generator("cuda").manual_seed(0)
@@ -76,15 +75,18 @@ def test_triton_equals_torch(dtype, prompts, group, heads, slots, rank, heads_no
             return value
         return value.float().clone() if value.dtype == dtype else value.clone()
 
-    step, pad = (
-        torch.tensor([37], device="cuda"),
+    newest = suffix * 2 // 3  # slot of the newest token
+    slot, pad = (
+        torch.tensor([newest], device="cuda"),
         torch.tensor([5, slots, 0, slots - 3] * 4, dtype=torch.int32, device="cuda")[:prompts],
     )
+    own_pad = torch.arange(n, dtype=torch.int32, device="cuda") * 11 % (newest + 1)
     position = torch.arange(n, device="cuda") % 90
     done = torch.arange(n, device="cuda") % 3 == 1  # of the second prompt's rows all
     done[n // prompts : 2 * n // prompts] = True
     shared = [make(prompts, kv, slots, size) for _ in "kv"]
-    cache = TokenCache(*shared, *(make(n, kv, suffix, size) for _ in "kv"), pad, done, step)
+    own = (make(n, kv, suffix, size) for _ in "kv")
+    cache = TokenCache(*shared, *own, pad, own_pad, done, slot)
     angles = make(100, size // 2), make(100, size // 2), position
     norms = tuple(Norm(make(size), 1e-6) for _ in "qk") if heads_norm else ()
     residual, mixed, weights = make(n, width), make(n, inner), Norm(make(width), 1e-6)

@@ -46,6 +46,31 @@ def test_shared_layout():
     assert found.tokens()[mask.bool()].tolist() == [0, 1, 2, 0, 1, 3, 4, 5, 6]
 
 
+def test_cache_layout():
+    """By hand: two prompts that share 2 tokens, one alone; then each a prefix of its own."""
+    mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [0, 0, 0, 1, 1]])
+    layout = shared(mask, [0, 2, 0, 1])  # tokens [0 1 | 2 3 | 4 5 6] and [7 | 8 9 | 10]
+    found = layout.cache_layout(1)
+    assert (found.rows_per_prefix, found.rows.tolist()) == (2, [0, 1, 2, 3])
+    assert found.prefix_lengths.tolist() == [2, 1] and found.prefixes.shape == (2, 2)
+    assert found.prefixes[0].tolist() == [0, 1] and found.prefixes[1, 1:].tolist() == [7]
+    assert found.rest_lengths.tolist() == [2, 3, 2, 1] and found.rests.shape == (4, 3)
+    rests = [row[3 - n :].tolist() for row, n in zip(found.rests, found.rest_lengths)]
+    assert rests == [[2, 3], [4, 5, 6], [8, 9], [10]]
+    found = layout.cache_layout(3)
+    assert (found.rows_per_prefix, found.rows.tolist()) == (3, list(range(12)))
+    assert torch.equal(found.prefixes, layout.tokens()) and found.rests.shape == (4, 0)
+    assert found.prefix_lengths.tolist() == [4, 5, 3, 2] and not found.rest_lengths.any()
+
+
+def test_unused_rows_of_the_cache():
+    """Groups of 3 and 1 prompts have 4 rows each; 4 unused ones are worth 2,000 tokens a prompt."""
+    for size, rows_per_prefix, rows in ((2001, 4, [0, 1, 2, 4]), (2000, 1, [0, 1, 2, 3])):
+        layout = shared(torch.ones(4, 2002, dtype=torch.long), [0, size, size, 0])
+        found = layout.cache_layout(1)
+        assert (found.rows_per_prefix, found.rows.tolist()) == (rows_per_prefix, rows)
+
+
 def test_packed_layout():
     """Prompts of 3 and 2 tokens; rows of 3, 1 and 2, of which the last is not fed; a size of 8."""
     mask = torch.tensor([[1, 1, 1], [0, 1, 1]])

@@ -177,7 +177,7 @@ class CompiledGraph(Graph):
     def _join_caches(self):
         """Join the slots of a prompt and its rows: [prompt | first of all rows | second | ..]."""
         layers, two, num_prompts, num_kv, length, size = self.prefix.shape
-        group, device = self.num_generations, self.prefix.device
+        group, device = self.rows_per_prefix, self.prefix.device
         slots = length + self.suffix.shape[4] * group
         self.caches = self.prefix.new_zeros(layers, two, num_prompts, num_kv, slots, size)
         self.prefix, self.end = self.caches[..., :length, :], self.pad.clone()
@@ -206,7 +206,7 @@ class CompiledGraph(Graph):
         if not kernel:
             length, whole = self.prefix.shape[4], self.caches.shape[4]
             slots, end, visible = self.slots_and_bias(
-                self.step, self.pad, length, self.num_generations, whole
+                self.step, self.pad, length, self.rows_per_prefix, whole
             )
         if self.attention == "flex":
             self.end.copy_(end.expand_as(self.end))
@@ -219,7 +219,9 @@ class CompiledGraph(Graph):
         for number, layer in enumerate(self.layers):
             if kernel:
                 caches = *self.prefix[number], *self.caches[number]
-                cache = TokenCache(*caches, pad=self.pad, done=self.done, step=self.step)
+                cache = TokenCache(
+                    *caches, pad=self.pad, own_pad=self.own_pad, done=self.done, slot=self.slot
+                )
                 mixed = fused.decode_ops.attend(cache, q, None, None)
             else:
                 mixed = self.attend(q, *self.caches[number], visible)
@@ -273,8 +275,8 @@ def without(fused: FusedModel, name: str):
     ):
         turned = decode_torch.rotation(*rotation)
         q, k, v = heads(projected, norms, turned)
-        cache.keys.index_copy_(2, cache.step, k[:, :, None])
-        cache.values.index_copy_(2, cache.step, v[:, :, None])
+        cache.keys.index_copy_(2, cache.slot, k[:, :, None])
+        cache.values.index_copy_(2, cache.slot, v[:, :, None])
         return q.contiguous(), None, None
 
     def parts(cache: TokenCache) -> Parts:
