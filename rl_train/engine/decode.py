@@ -235,7 +235,8 @@ class Graph:
         """Sample the first token of the rows of p prompts from their last hidden states (p, C)."""
         rows = self.rows
         if uniforms is not None:
-            self.uniforms[rows, : uniforms.shape[1]] = to_device(uniforms, self.uniforms.device)
+            uniforms = to_device(uniforms.double(), self.uniforms.device)
+            self.uniforms[rows, : uniforms.shape[1]] = uniforms
         for buffer in (self.step, self.state, self.valid, self.hiddens):
             buffer.zero_()
         self.slot.fill_(self.rest_slots)
