@@ -24,7 +24,7 @@ from rl_train.engine.linear_triton import (
     read_power,
 )
 
-MAX_SPLITS = 8  # parts of the keys of a prefix, or of a row, that programs process in parallel
+MAX_SPLITS = 8  # parts of a prefix's keys that programs process in parallel
 LOG2E = 1.4426950408889634
 
 
@@ -60,7 +60,6 @@ class Heads(NamedTuple):
     D: int
     G: int = 0  # rows of a prefix
     SPLITS: int = 0  # of a prefix's keys
-    OWN_SPLITS: int = 0  # of a row's own keys
     QUERIES: int = 0  # of a program
     KEYS: int = 0  # that it reads together
 
@@ -182,7 +181,6 @@ def _attend(
     scale,
     num_prefixes,
     chunk,
-    own_chunk,
     M: tl.constexpr,
 ):
     """Compute attention of QUERIES queries over a range of keys: a prefix's or a row's own."""
@@ -200,7 +198,7 @@ def _attend(
         # QUERIES of the prefix's G * PER queries, against one of SPLITS ranges of its keys.
         owner, split = item // M.SPLITS // blocks, item % M.SPLITS
         query = item // M.SPLITS % blocks * QUERIES + tl.arange(0, QUERIES)
-        row, valid, part = owner * M.G + query // PER, query < M.G * PER, split
+        row, valid = owner * M.G + query // PER, query < M.G * PER
         empty = tl.load(pad + owner).to(tl.int32)
         low, high = tl.maximum(split * chunk, empty), tl.minimum((split + 1) * chunk, prefix.slots)
         unfinished = tl.load(done + row, mask=valid, other=1) == 0
@@ -209,15 +207,14 @@ def _attend(
         base = (owner.to(tl.int64) * K + kv) * prefix.slots * D
         keys, values = prefix.k + base, prefix.v + base
     else:
-        # QUERIES of the row's PER queries, against one of OWN_SPLITS ranges of its own keys.
-        own_item = (item - num_shared) // M.OWN_SPLITS
-        owner, split = own_item // own_blocks, (item - num_shared) % M.OWN_SPLITS
+        # QUERIES of the row's PER queries, against its own keys.
+        own_item = item - num_shared
+        owner, split = own_item // own_blocks, M.SPLITS
         query = own_item % own_blocks * QUERIES + tl.arange(0, QUERIES)
-        row, valid, part = owner + query // PER, query < PER, M.SPLITS + split
-        end = tl.load(slot).to(tl.int32) + 1
+        row, valid = owner + query // PER, query < PER
+        high = tl.load(slot).to(tl.int32) + 1
         # A row that is done reads its newest slot alone, so that its sum is not 0.
-        begin = tl.where(tl.load(done + owner) == 0, tl.load(own_pad + owner), end - 1)
-        low, high = tl.maximum(split * own_chunk, begin), tl.minimum((split + 1) * own_chunk, end)
+        low = tl.where(tl.load(done + owner) == 0, tl.load(own_pad + owner), high - 1)
         base = (owner.to(tl.int64) * K + kv) * suffix.slots * D
         keys, values = suffix.k + base, suffix.v + base
     d, key = tl.arange(0, D), tl.arange(0, M.KEYS)
@@ -240,7 +237,7 @@ def _attend(
         total, highest = total * shrink + tl.sum(p, axis=1), higher
         mixed = mixed * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
     # Unnormalised: `_merge` divides by the sum over all parts.
-    at = head * (M.SPLITS + M.OWN_SPLITS) + part
+    at = head * (M.SPLITS + 1) + split
     tl.store(parts + at[:, None] * D + d[None, :], mixed, mask=valid[:, None])
     tl.store(sizes + at * 2, highest, mask=valid)
     tl.store(sizes + at * 2 + 1, total, mask=valid)
@@ -262,16 +259,6 @@ def _merge(parts, sizes, out, D: tl.constexpr, NUM: tl.constexpr, BLOCK: tl.cons
     tl.store(out + head * D + d, mixed.to(out.dtype.element_ty))
 
 
-def _splits(slots: int, num_keys: int) -> tuple[int, int]:
-    """Return into how many parts programs split keys, and the keys of a part.
-
-    Args:
-        num_keys: what a program reads together, of which a part is a multiple.
-    """
-    splits = min(MAX_SPLITS, triton.cdiv(slots, 128))
-    return splits, triton.cdiv(triton.cdiv(slots, splits), num_keys) * num_keys
-
-
 def attend(cache: TokenCache, q: torch.Tensor, k: None, v: None) -> torch.Tensor:
     """Compute `decode_torch.attend`; `heads` stored k and v."""
     prefix_keys, prefix_values, keys, values, pad, own_pad, done, slot = cache
@@ -279,13 +266,14 @@ def attend(cache: TokenCache, q: torch.Tensor, k: None, v: None) -> torch.Tensor
     group, per, own_slots = n // num_prefixes, num_heads // num_kv, keys.shape[2]
     num_keys = 128 // q.element_size()  # by shared memory
     queries = program_rows(group * per)
-    splits, chunk = _splits(slots, num_keys)
-    own_splits, own_chunk = _splits(own_slots, num_keys)
-    num_parts = splits + own_splits
+    splits = min(MAX_SPLITS, triton.cdiv(slots, 128))
+    # Keys of a split, a multiple of what a program reads together.
+    chunk = triton.cdiv(triton.cdiv(slots, splits), num_keys) * num_keys
+    num_parts = splits + 1  # the last: a row's own keys
     parts = q.new_empty(n, num_heads, num_parts, size, dtype=torch.float32)
     sums = q.new_empty(n, num_heads, num_parts, 2, dtype=torch.float32)
     shared_items = num_prefixes * triton.cdiv(group * per, queries) * splits
-    own_items = n * triton.cdiv(per, queries) * own_splits
+    own_items = n * triton.cdiv(per, queries)
     _attend[(shared_items + own_items, num_kv)](
         q,
         Cache(prefix_keys, prefix_values, slots),
@@ -299,8 +287,7 @@ def attend(cache: TokenCache, q: torch.Tensor, k: None, v: None) -> torch.Tensor
         size**-0.5 * LOG2E,  # for exp2, which GPUs compute directly
         num_prefixes,
         chunk,
-        own_chunk,
-        Heads(num_heads, num_kv, size, group, splits, own_splits, queries, num_keys),
+        Heads(num_heads, num_kv, size, group, splits, queries, num_keys),
     )
     out, block = torch.empty_like(q), triton.next_power_of_2(num_parts)
     _merge[(n * num_heads,)](parts, sums, out, D=size, NUM=num_parts, BLOCK=block, num_warps=1)
