@@ -4,7 +4,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
@@ -13,15 +12,10 @@ from rl_train.config.flags import COUNT, COUNT_OR_0, WEIGHT, flag
 from rl_train.distributed.process_group import gather_objects
 from rl_train.policies.lora import attach_lora, freeze_all_but
 from rl_train.policies.qwen_vl import LINEARS
-from rl_train.utils.io import read_json
 from sa2va_hf import Sa2VAConfig
+from tools.benchmarks.families import CONFIGS
 from tools.benchmarks.qwen import SHAPES, TextOf, random_qwen
-from tools.benchmarks.random_checkpoint import ADDED, CONFIG_4B
 
-DEMO = Path(__file__).parents[1] / "demo" / "checkpoint"
-TINY = read_json(DEMO / "config.json")  # for the tests, on a CPU
-TINY["llm_config"]["vocab_size"] = 256 + 26 + 26**2 + 26**3 + len(ADDED)  # words of three letters
-CONFIGS = {"4b": CONFIG_4B, "tiny": TINY}
 SIZES = [*CONFIGS, *SHAPES]
 LAST = 3  # rounds of a warm-up that must be alike
 
@@ -40,8 +34,9 @@ class Timed:
     )
     sizes: str = flag(
         "4b",
-        "of the model: 4b = Sa2VA-4B, qwen-7b = Qwen2.5-VL-7B and SAM2 large, qwen3-4b = "
-        "Qwen3-VL-4B and SAM2 large; tiny, qwen-tiny, qwen3-tiny = to try the code on a CPU",
+        "of the model: 4b, 8b, internvl3-8b, sa2va-qwen3-4b, sa2va-qwen-7b = Sa2VA of these; "
+        "qwen-7b = Qwen2.5-VL-7B and SAM2 large, qwen3-4b = Qwen3-VL-4B and SAM2 large, for "
+        "points; names with tiny = to try the code on a CPU",
         choices=SIZES,
     )
 
@@ -184,6 +179,11 @@ def random_llm(options: Answers):
         attach_lora(vlm, options.lora_r, 2 * options.lora_r, targets=LINEARS)
         start_lora(freeze_all_but(vlm, {"lora": "lora_"})[0])
         return TextOf(vlm.model.language_model, vlm.lm_head, vlm)
+    if "text_config" in CONFIGS[options.sizes]:
+        raise ValueError(
+            f"--sizes {options.sizes}: its language model is that of qwen3-4b or qwen-7b (of the "
+            "tiny ones: qwen3-tiny, qwen-tiny)"
+        )
     torch.manual_seed(0)
     config = Sa2VAConfig(**CONFIGS[options.sizes]).llm
     with torch.device(options.device):

@@ -18,7 +18,7 @@ from rl_train.policies.sa2va_inputs import Sa2VAPreprocessor
 from sa2va_hf import Sa2VAProcessor
 from sa2va_hf.prompts import PromptBuilder
 from sa2va_hf.tokenizer import load_tokenizer
-from tools.benchmarks.common import DEMO
+from tools.benchmarks.families import DEMO
 from tools.gar_writer import encode_image, write_gar
 
 PREFETCH = 2  # batches that each worker is ahead: DataLoader's default

@@ -10,7 +10,7 @@ from rl_train.policies.qwen_vl_model import VERSIONS, PointModel, QwenVL, TextMo
 from sa2va_hf.configuration_sa2va import HIERA_L
 from sa2va_hf.qwen_images import ImagePreprocessing
 from sa2va_hf.weights import default_dtype
-from tools.benchmarks.random_checkpoint import NUM_TEXT_TOKENS, tokenizer
+from tools.benchmarks.random_tokenizer import NUM_TEXT_TOKENS, tokenizer
 from tools.demo import points_model
 
 ROPE = dict(rope_type="default", rope_theta=1e6, mrope_section=[16, 24, 24])

@@ -17,9 +17,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rl_train.policies.qwen_vl_model import TextModel
 from sa2va_hf.batches import Prompts, shared_prefix_lengths
+from sa2va_hf.qwen_vl import QwenVLModel
 from tools.benchmarks.lengths import Request
 from tools.benchmarks.qwen import SHAPES
 from tools.benchmarks.workload import Work
+from tools.benchmarks.workload_sa2va import num_pieces
 
 # Of a trainable number: weight, gradient, two moments, again weight, EMA read; four written.
 # (Of Qwen2.5-VL, which has no EMA, that is two too many, a thousandth of its update.)
@@ -123,16 +125,20 @@ def step_floor(work: Work, matmul: float, bandwidth: float) -> dict[str, float]:
     costs = LanguageModel(TextModel(model.model.language_model, model.lm_head) if points else model)
     least = Least(costs, matmul, bandwidth)
     encode, masks = (points_operations if points else image_operations)(work)
-    vision = policy.model.vlm.model.visual if points else policy.model.vision_model
+    vision, drawing = vision_encoder(work), draw_operations(work)
     sam = policy.model.sam.vision_encoder if points else policy.model.grounding_encoder
     # Encoders read their weights once, or compute for longer.
     frozen = sum(p.nbytes for encoder in (vision, sam) for p in encoder.parameters())
     seconds, update = {"encode": least.compute(encode, frozen)}, 0.0
+    drawn = set()  # (image, cells) of each image with a region drawn
     update += least.compute(0, OPTIMIZER_BYTES * sum(p.numel() for p in policy.trainable.values()))
     for number, task in enumerate(work.state.tasks, 1):
         rollout, teacher = f"rollout{number}", f"teacher{number}"
         for phase in (rollout, teacher):
             seconds[phase] = sum(least.ask(call_of(work, r)) for r in work.requests[phase])
+            new = drawn_regions(work, phase) - drawn
+            seconds[phase] += least.compute(len(new) * drawing)
+            drawn |= new
         seconds[rollout if task.action else teacher] += least.compute(masks)
         sampled = call_of(work, work.requests[rollout][0])
         asks_reference = work.config.loss.kl_coef > 0
@@ -156,9 +162,43 @@ def shared_tokens(work: Work, prompts: Prompts) -> torch.Tensor:
     """Return how many leading tokens (P,) each prompt shares with the one before: an image's."""
     if work.options.sizes in SHAPES:  # whose prompts are about an image each
         return torch.zeros(len(prompts), dtype=torch.float64)
-    images = SimpleNamespace(tiles=[work.options.num_tiles] * len(work.batch), draw=None)
+    pieces, draws = num_pieces(work.policy, work.options), draws_regions(work)
+    images = SimpleNamespace(tiles=[pieces] * len(work.batch), draw=draws or None)
     shared = shared_prefix_lengths(work.policy.model, images, prompts)
     return torch.tensor(shared, dtype=torch.float64)
+
+
+def vision_encoder(work: Work) -> nn.Module:
+    """Return the encoder of the images that the language model sees."""
+    model = work.policy.model
+    if work.options.sizes in SHAPES:
+        return model.vlm.model.visual
+    return model.model.model.visual if isinstance(model, QwenVLModel) else model.vision_model
+
+
+def draws_regions(work: Work) -> bool:
+    """Return whether regions are drawn on the images that the language model sees."""
+    is_qwen = isinstance(work.policy.model, QwenVLModel)
+    return is_qwen and work.policy.region_prompt in ("outline", "box")
+
+
+def drawn_regions(work: Work, phase: str) -> set[tuple[int, bytes]]:
+    """Return (image, cells) of all regions that a phase's calls need drawn on their images."""
+    asked = [request.prompts for request in work.requests[phase]] if draws_regions(work) else []
+    return {
+        (image, cells.numpy().tobytes())
+        for prompts in asked
+        for image, cells in zip(prompts.image_index, prompts.prompt_masks or ())
+    }
+
+
+def draw_operations(work: Work) -> int:
+    """Count operations of encoding one image with a region drawn; 0 where none is drawn."""
+    if not draws_regions(work):
+        return 0
+    with FlopCounterMode(display=False) as encoding, torch.no_grad():
+        work.policy.model.encode_images(work.batch.inputs.tiles[:1])
+    return encoding.get_total_flops()
 
 
 def points_operations(work: Work) -> tuple[int, int]:

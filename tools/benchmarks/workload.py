@@ -38,13 +38,15 @@ from rl_train.train import clip_gradients
 from rl_train.utils.rng import RowRNG
 from sa2va_hf import Sa2VAProcessor
 from sa2va_hf.batches import ImageFeatures, Prompts
-from tools.benchmarks.common import CONFIGS, Timed, Warmth, start_lora, warm_up
+from sa2va_hf.qwen_vl import QwenVLModel
+from tools.benchmarks.common import Timed, Warmth, start_lora, warm_up
+from tools.benchmarks.families import CONFIGS, tokenizer_of
 from tools.benchmarks.lengths import Lengths, Request, check_lengths, wasted_fraction
 from tools.benchmarks.qwen import SHAPES, random_points
-from tools.benchmarks.random_checkpoint import ADDED, random_model, tokenizer
+from tools.benchmarks.random_checkpoint import random_model
 from tools.benchmarks.workload_points import ForcedPoints
 from tools.benchmarks.workload_points import make_batch as points_batch
-from tools.benchmarks.workload_sa2va import make_batch, mask_of, region_cells
+from tools.benchmarks.workload_sa2va import make_batch, mask_of, num_pieces, region_cells
 
 # Flags of rl_train.train that a measured step does not follow.
 FIXED = "gradient_accumulation_steps num_iterations latent_std ablation_reward tasks max_tiles "
@@ -266,7 +268,8 @@ def build(
             value, measured = config.flags.get(name), fixed.get(name)
             raise ValueError(f"--{name} {value}: measured with {measured}")
     points = options.sizes in SHAPES
-    if options.num_tiles == 2 or points and options.num_tiles > 1:
+    tiled = not points and "llm_config" in CONFIGS[options.sizes]
+    if options.num_tiles == 2 or options.num_tiles > 1 and not tiled:
         raise ValueError(f"--num_tiles {options.num_tiles}: no image of {options.sizes} has them")
     if points and options.caption_lengths:
         raise ValueError(
@@ -281,7 +284,7 @@ def build(
     if points:
         batch = points_batch(policy, tokens, config.rollout.batch_size, size, ranks.rank)
         return Work(config, ranks, state, ddp, batch, None, options)
-    cells = region_cells(policy, options.prompt_length, options.num_tiles)
+    cells = region_cells(policy, options.prompt_length, num_pieces(policy, options))
     batch = make_batch(policy, cells, config, options, ranks.rank)
     work = Work(config, ranks, state, ddp, batch, None, options)
     # A region of the given size for each row, shifted so that no two are equal.
@@ -334,10 +337,11 @@ def random_sa2va_policy(
     """Build Sa2VA of random weights."""
     sizes = CONFIGS[options.sizes]
     model = random_model(sizes, torch.device(options.device), config.run.seed)
+    tiles = {} if isinstance(model, QwenVLModel) else dict(max_tiles=config.policy.max_tiles)
     return (policy_class or ForcedPolicy)(
         model,
-        Sa2VAProcessor(model.config, config.policy.max_tiles),
-        tokenizer(sizes["llm_config"]["vocab_size"] - len(ADDED)),
+        Sa2VAProcessor(model.config, **tiles),
+        tokenizer_of(sizes),
         config.policy,
         sorted({group for task in config.tasks.values() for group in task.trainable_modules}),
         answer_tokens=options.answer_tokens,

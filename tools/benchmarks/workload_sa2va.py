@@ -13,6 +13,7 @@ from PIL import Image
 
 from rl_train.data.loader import Batches
 from rl_train.rollout import Batch
+from sa2va_hf.qwen_vl import QwenVLModel
 from tools.benchmarks.lengths import log_normal
 from tools.benchmarks.workload_points import WORDS
 
@@ -34,16 +35,19 @@ def make_batch(
     mask = mask_of(cells, options.height, options.width).numpy()
     sample = dict(image=Image.fromarray(pixels), mask=mask, image_id="image")
     # Tokens of a question without its words.
-    bare = len(policy.prompts.segment(WORDS[0], options.num_tiles)) - 1
+    num_tiles = num_pieces(policy, options)
+    bare = len(policy.prompts.segment(WORDS[0], num_tiles)) - 1
     words = [options.prompt_length - bare] * size
+    if options.prompt_length <= bare:
+        raise ValueError(f"--prompt_length {options.prompt_length}: must be at least {bare + 1}")
     if options.caption_lengths:
-        text = bare - options.num_tiles * policy.prompts.tokens_per_tile
+        text = bare - num_tiles * policy.prompts.tokens_per_tile
         most = config.data.max_prompt_length - text
         words = log_normal(size, *options.caption_lengths, most, rank)
     samples = [sample | dict(caption=caption_of(n)) for n in words]
     batch = Batches(samples, policy.preprocessor(policy.answer_tokens))[list(range(size))]
     for caption, n in zip(batch.captions, words):
-        length = len(policy.prompts.segment(caption, options.num_tiles))
+        length = len(policy.prompts.segment(caption, num_tiles))
         assert length == bare + n, "a word of several tokens"
     if options.num_tiles > 1:  # whatever the image's aspect ratio
         tile = (options.num_tiles, *batch.inputs.tiles[0].shape[1:])
@@ -51,9 +55,24 @@ def make_batch(
     return replace(batch, index=[rank * size + i for i in range(size)])
 
 
+def num_pieces(policy: "ForcedPolicy", options: "Options") -> int:
+    """Return how many tiles an image of the options' size has; of a Qwen-VL, how many tokens."""
+    if not isinstance(policy.model, QwenVLModel):
+        return options.num_tiles
+    settings = policy.processor.preprocessing
+    height, width = settings.resized(options.height, options.width)
+    return height * width // settings.factor**2
+
+
 def region_cells(policy: "ForcedPolicy", length: int, num_tiles: int = 1) -> torch.Tensor:
-    """Return (g, g) bool region with which a prompt for its caption has `length` tokens."""
-    grid, shortest = policy.processor.grid_size, len(policy.prompts.describe(num_tiles, 1))
+    """Return (g, g) bool region with which a prompt for its caption has `length` tokens.
+
+    Where regions are drawn on the image, they take no tokens: there it is the image's upper half.
+    """
+    grid = policy.processor.grid_size
+    if policy.region_prompt != "tokens":
+        return (torch.arange(grid * grid) < grid * grid // 2).view(grid, grid)
+    shortest = len(policy.prompts.describe(num_tiles, 1))
     if not shortest <= length < shortest + grid * grid - 1:
         raise ValueError(f"--prompt_length {length}: must be {shortest} to that + {grid**2 - 2}")
     return (torch.arange(grid * grid) <= length - shortest).view(grid, grid)

@@ -2,15 +2,20 @@
 
 import copy
 import json
+import math
 
+import pytest
 import torch
+from PIL import Image
+from transformers.initialization import no_init_weights
 
 from sa2va_hf import Sa2VAConfig, Sa2VAModel
 from sa2va_hf.checkpoint_keys import original_shapes
 from sa2va_hf.tokenizer import load_tokenizer
 from tests.runs import ROOT
 from tools.benchmarks import random_checkpoint
-from tools.benchmarks.random_checkpoint import CONFIG_4B, SEG_LOGIT_STD
+from tools.benchmarks.families import CONFIG_4B, CONFIGS
+from tools.benchmarks.random_checkpoint import SEG_LOGIT_STD
 
 
 def test_layout_is_that_of_the_published_4b():
@@ -33,7 +38,7 @@ def test_small_one_loads(tmp_path, monkeypatch):
     config["sam2_config"] = json.loads((ROOT / "tools/demo/checkpoint/config.json").read_text())[
         "sam2_config"
     ]
-    monkeypatch.setattr(random_checkpoint, "CONFIG_4B", config)
+    monkeypatch.setitem(CONFIGS, "4b", config)
     random_checkpoint.main(["--output", str(tmp_path), "--device", "cpu"])
     model, tokenizer = Sa2VAModel.from_pretrained(tmp_path), load_tokenizer(tmp_path)
     model.bind_tokenizer(tokenizer)
@@ -50,3 +55,28 @@ def test_small_one_loads(tmp_path, monkeypatch):
     assert written["transformers_version"] == recorded["llm_config"]["transformers_version"]
     ids = list(range(300, 151643, 1000))
     assert tokenizer.encode(tokenizer.decode(ids)) == ids
+
+
+@pytest.mark.parametrize(
+    "sizes, weights",
+    [
+        ("8b", 8_317_666_866),
+        ("internvl3-8b", 8_182_606_386),
+        ("sa2va-qwen3-4b", 5_057_072_690),
+        ("sa2va-qwen-7b", 8_527_539_250),
+    ],
+)
+def test_weights_of_the_published_sizes(sizes, weights):
+    """As many as the recorded manifests have."""
+    with torch.device("meta"), no_init_weights():
+        shapes = original_shapes(Sa2VAModel(Sa2VAConfig(**CONFIGS[sizes])).state_dict())
+    assert sum(map(math.prod, shapes.values())) == weights
+
+
+def test_a_tiny_qwen_loads_and_answers(tmp_path):
+    random_checkpoint.main(f"--output {tmp_path} --sizes sa2va-qwen3-tiny --device cpu".split())
+    model = Sa2VAModel.from_pretrained(tmp_path, dtype=torch.float32)
+    model.require_tokenizer()
+    model.max_new_tokens = 4
+    answer = model.predict_forward(image=Image.new("RGB", (64, 64)), text="<image>What is it?")
+    assert answer["prediction"]
