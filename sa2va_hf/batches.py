@@ -29,12 +29,13 @@ class ImageFeatures:
     sam: list[torch.Tensor]  # SAM2 pyramid, before conv_s0 and conv_s1
     sizes: list[tuple[int, int]]  # (H, W) of each image
     prompt_masks: torch.Tensor  # (B, g, g) bool cells of each region, on the CPU
-    # Of a Qwen-VL
-    grids: list[tuple[int, int, int]] | None = None  # (1, rows, columns) of patches
-    pixels: list[torch.Tensor] | None = None  # (3, H', W') uint8 that the LLM sees
+    # (1, rows, columns) of patches of a Qwen-VL
+    grids: list[tuple[int, int, int]] | None = None
+    # Where regions are drawn or named: uint8 that the LLM sees, (3, H', W') or a tile (1, 3, S, S)
+    pixels: list[torch.Tensor] | None = None
     # (pixels, cells (g, g)) -> pixels with a region drawn; None: regions are not drawn
     draw: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    # {(image, cells as bytes): features (tokens, W) of the image with a region drawn}
+    # {(image, cells as bytes): features of the image with a region drawn}
     drawn: dict[tuple[int, bytes], torch.Tensor] = field(default_factory=dict)
 
 
@@ -107,9 +108,13 @@ def embed(
     # A prompt longer than the context would be computed at positions never trained.
     _check_length(model, max(prompts.ids, key=len), num_tokens)
     if images.grids is not None:
-        features = _features_in_tokens(model, images, prompts)
+        features = _vision_of(model, images, prompts)
         grids = torch.tensor([images.grids[i] for i in prompts.image_index])
         return model.embed(ids, features), mask, model.positions(ids, mask, grids)
+    if images.draw is not None and prompts.prompt_masks is not None:
+        # One tile each, with its region drawn: (P, tokens, C).
+        features = model.project(_vision_of(model, images, prompts))
+        return model.embed(ids, features), mask, None
     # Project each image once, then repeat its features for the rows that share it.
     used = sorted(set(prompts.image_index))
     starts = torch.tensor([0, *images.tiles]).cumsum(0).tolist()
@@ -124,8 +129,10 @@ def embed(
     return model.embed(ids, features, prompts.prompt_masks, flags), mask, None
 
 
-def _features_in_tokens(model, images, prompts) -> torch.Tensor:
-    """Return the features (tokens, W) of all prompts' images, with their regions drawn.
+def _vision_of(model, images, prompts) -> torch.Tensor:
+    """Return the features of all prompts' images, with their regions drawn.
+
+    Of a Qwen-VL (tokens, W), of tiles (P, tokens, W).
 
     An image with a region is encoded at its first use; without gradient it is kept.
     """

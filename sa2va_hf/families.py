@@ -21,6 +21,11 @@ from .qwen_vl import (
 )
 
 MODEL_TYPE = "sa2va_chat"
+# Of a way to be asked about regions
+UNTAUGHT = (
+    "which no published model was trained on: before loop 1 teach it by supervised training, "
+    "--tasks region_captions"
+)
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,8 @@ def describe(model: Sa2VAModel, region_prompt: str) -> str:
         region_prompt: the way in which it is asked about regions.
     """
     config, llm = model.config, model.config.llm
-    trained = "" if region_prompt == "tokens" else ", which no published model was trained on"
+    was_taught = region_prompt in ("tokens", config.raw.get("region_prompt"))
+    trained = "" if was_taught else f", {UNTAUGHT}"
     sam = "SAM3" if config.has_sam3 else "SAM2"
     seg = {"after_norm": "after", "before_norm": "before"}[config.seg_state]
     return (

@@ -249,7 +249,8 @@ class InternVLModel(Sa2VAModel):
 
     image_token, special_tokens = IMG_CONTEXT_TOKEN, SPECIAL_TOKENS
     image_strings = IMAGE_STRINGS
-    region_prompts = ("tokens",)
+    region_prompts = ("tokens", "outline", "box", "coordinates")
+    box_text, relative_boxes = "<box>[[{}, {}, {}, {}]]</box>", True
     embed_tokens_key = "language_model.model.embed_tokens.weight"
     lm_head_key = "language_model.lm_head.weight"
 

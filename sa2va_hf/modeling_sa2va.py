@@ -47,6 +47,8 @@ class Sa2VAModel(nn.Module):
     image_strings: ClassVar[tuple[str, str, str]]  # before an image, its token, behind it
     # Ways to ask about a region, the default first
     region_prompts: ClassVar[tuple[str, ...]]
+    box_text: ClassVar[str]  # a box as the base writes it: left, top, right, bottom
+    relative_boxes: ClassVar[bool]  # the base's boxes are in thousandths, else in seen pixels
     # Names of two tensors in the state dict
     embed_tokens_key: ClassVar[str]
     lm_head_key: ClassVar[str]

@@ -90,7 +90,7 @@ def region_box(cells: torch.Tensor) -> tuple[float, float, float, float]:
 
 
 def draw_region(pixels: torch.Tensor, cells: torch.Tensor, shape: str) -> torch.Tensor:
-    """Return an image (3, H', W') uint8 with a region drawn on it in red.
+    """Return an image (3, H', W') or (1, 3, H', W') uint8 with a region drawn on it in red.
 
     The line lies outside the region, so that it hides none of it; or inside, if that is the whole
     image.
@@ -101,7 +101,7 @@ def draw_region(pixels: torch.Tensor, cells: torch.Tensor, shape: str) -> torch.
     """
     if not cells.any():
         return pixels
-    height, width = pixels.shape[1:]
+    height, width = pixels.shape[-2:]
     mask = F.interpolate(cells[None, None].to(pixels.device).float(), size=(height, width))
     if shape == "box":
         rows, columns = mask[0, 0].any(1).float(), mask[0, 0].any(0).float()

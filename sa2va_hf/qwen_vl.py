@@ -266,7 +266,7 @@ class QwenVLModel(Sa2VAModel):
     image_strings = (VISION_START, IMAGE_PAD, VISION_END)
     # None was trained.
     region_prompts = ("outline", "box", "coordinates")
-    relative_boxes: ClassVar[bool]  # the base's boxes are in thousandths, else in seen pixels
+    box_text = '{{"bbox_2d": [{}, {}, {}, {}]}}'
     special_tokens = (IMAGE_PAD, VISION_START, VISION_END, "<|im_start|>", "<|im_end|>", "[SEG]")
     embed_tokens_key = "model.model.language_model.embed_tokens.weight"
     lm_head_key = "model.lm_head.weight"

@@ -76,8 +76,8 @@ class PolicyConfig:
     region_prompt: str | None = flag(
         None,
         "how the model is asked about a region. tokens: the region's own image tokens (trained in "
-        "Sa2VA of InternVL); outline, box: drawn in red on the image that the LLM sees; "
-        "coordinates: its box in the question (Sa2VA of Qwen-VL, trained on none of them)",
+        "Sa2VA of InternVL; Qwen-VL has none); outline, box: drawn in red on the image that the "
+        "LLM sees; coordinates: its box in the question (no published Sa2VA was trained on these)",
         default_is="as --model_path was trained here; else tokens, or outline for Qwen-VL",
         family="sa2va",
         choices=["tokens", "outline", "box", "coordinates"],

@@ -5,7 +5,6 @@ tokens, C LLM width, D prompt-embedding width.
 """
 
 import contextlib
-import json
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ from sa2va_hf.prediction import MASKS_AT_ONCE
 from sa2va_hf.processing_sa2va import normalise_sam_pixels
 from sa2va_hf.prompts import SEGMENT, PromptBuilder
 from sa2va_hf.qwen_images import draw_region, region_box
-from sa2va_hf.qwen_vl import QwenVLModel
+from sa2va_hf.qwen_vl import REGION_GRID, QwenVLModel
 from sa2va_hf.to_device import to_device
 from sa2va_hf.tokenizer import load_tokenizer
 
@@ -123,6 +122,8 @@ class Sa2VAPolicy(Policy):
         model.bind_tokenizer(tokenizer)
         way_in_training = model.config.raw.get("region_prompt", model.region_prompts[0])
         self.region_prompt = config.region_prompt or way_in_training
+        if self.region_prompt != "tokens":
+            processor.grid_size = REGION_GRID  # cells as fine as a line, not as the LLM's tokens
         self.prompts = PromptBuilder(
             tokenizer,
             model.config.template,
@@ -214,7 +215,7 @@ class Sa2VAPolicy(Policy):
             batch.sizes,
             inputs.prompt_masks,
             grids=grids,
-            pixels=inputs.tiles if grids else None,
+            pixels=None if self.region_prompt == "tokens" else inputs.tiles,
             draw=partial(draw_region, shape=self.region_prompt) if draws else None,
         )
 
@@ -240,10 +241,10 @@ class Sa2VAPolicy(Policy):
 
     def _box(self, images: ImageFeatures, i: int, grid: torch.Tensor) -> str:
         """Return the box of a region's cells (g, g) as the base model writes boxes."""
-        height, width = (1000, 1000) if self.model.relative_boxes else images.pixels[i].shape[1:]
+        height, width = (1000, 1000) if self.model.relative_boxes else images.pixels[i].shape[-2:]
         left, top, right, bottom = region_box(grid)
         corners = [left * width, top * height, right * width, bottom * height]
-        return json.dumps(dict(bbox_2d=[round(corner) for corner in corners]))
+        return self.model.box_text.format(*map(round, corners))
 
     def segment_prompts(
         self,
@@ -433,6 +434,11 @@ def check_folders(config: PolicyConfig):
         raise ValueError(
             f"--region_prompt {config.region_prompt}: a Sa2VA of {name} is asked about regions by "
             f"{' or '.join(ways)}"
+        )
+    if config.region_prompt in ("outline", "box") and config.max_tiles != 1:
+        raise ValueError(
+            f"--region_prompt {config.region_prompt}: a region is drawn on one tile, not on those "
+            f"of --max_tiles {config.max_tiles}"
         )
     if config.max_tiles != 1 and name != "InternVL":
         raise ValueError(f"--max_tiles {config.max_tiles}: the image of a {name} has no tiles")

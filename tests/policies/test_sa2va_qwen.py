@@ -190,6 +190,31 @@ def test_ways_to_point_at_a_region(folder, scenes, way):
         assert plain.shape[2] == shown.shape[2]
 
 
+def test_ways_to_point_at_a_region_of_internvl(scenes):
+    """A drawn region changes the image's tokens, alike for alike regions; a box is in the text."""
+    for way in ("outline", "box", "coordinates"):
+        policy = policy_of(runs.CHECKPOINT, groups=("lora", "vision"), region_prompt=way)
+        batch = Batches(scenes, policy.preprocessor(8))[[0, 1]]
+        images, grids = policy.encode(batch), batch.inputs.prompt_masks
+        prompts = policy.describe_prompts(images, [0, 0, 1], [grids[0], grids[0], grids[1]])
+        embeds, _, positions = policy.embed(images, prompts)
+        assert positions is None and torch.equal(embeds[0], embeds[1])
+        text = policy.tokenizer.decode(prompts.ids[0])
+        plain = policy.segment_prompts(images, [0], ["x"])
+        of_image = [torch.tensor(p.ids[0]) == policy.model.img_context_id for p in (prompts, plain)]
+        seen, whole = (
+            policy.embed(images, p)[0][0, -len(p.ids[0]) :][slots]
+            for p, slots in zip((prompts, plain), of_image)
+        )
+        if way == "coordinates":
+            left = round(region_box(grids[0])[0] * 1000)
+            assert torch.equal(seen, whole) and f"the box <box>[[{left}, " in text
+            continue
+        assert (seen != whole).any() and "red" in text
+        embeds.sum().backward()  # the vision encoder trains on the drawn image
+        assert all(p.grad is not None for n, p in policy.trainable.items() if "vision" in n)
+
+
 @pytest.mark.parametrize(
     "changes, words",
     [
@@ -217,7 +242,7 @@ def test_a_group_that_the_model_lacks(folder, data, tmp_path):
 
 def test_flags_of_internvl(tmp_path):
     for changes, words in [
-        (dict(region_prompt="outline"), "--region_prompt outline: a Sa2VA of InternVL is asked"),
+        (dict(region_prompt="box", max_tiles=6), "--region_prompt box: a region is drawn on one t"),
         (dict(model_path=str(tmp_path)), f"--model_path {tmp_path}: config.json: of no known fa"),
     ]:
         (tmp_path / "config.json").write_text("{}")
