@@ -40,6 +40,10 @@ class Batch:
     # (K, H, W) bool masks of the regions that each caption names, whose union is its mask; K is 0
     # if it names none. None of data sets whose captions name one region each
     objects: list[torch.Tensor] | None = None
+    # Captions and masks (k, H, W) bool of other regions of each image, for examples of several
+    # turns; None where a sample is one turn
+    companion_captions: list[list[str]] | None = None
+    companion_masks: list[torch.Tensor] | None = None
 
     def __len__(self):
         return len(self.index)

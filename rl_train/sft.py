@@ -7,8 +7,8 @@
 As Sa2VA's own: cross-entropy of the answers and 2.0 BCE + 0.5 Dice of the masks that they prompt,
 on the same prompts, encoding, LoRA and weights as in reinforcement learning. With these deviations:
 cross-entropy is the mean of all answers' tokens of a step (not of each process's), masks count with
-all their pixels, a sample is one turn about one region, no dropout, and the LLM's embeddings train
-only if --trainable_modules names them. See docs/your_checkpoint_and_data.md.
+all their pixels, a sample is one turn about one region unless --turns says 5, no dropout, and the
+LLM's embeddings train only if --trainable_modules names them. See docs/your_checkpoint_and_data.md.
 
 Evaluations, checkpoints, --resume, metrics and signals are those of `rl_train.train`.
 """
@@ -31,9 +31,10 @@ from rl_train.policies.base import Features, Policy
 from rl_train.rollout import Batch
 from rl_train.run.build import Run
 from rl_train.run.step_callback import StepCallback
-from rl_train.tasks.sft_tasks import SFT_TASKS, Examples
+from rl_train.tasks.sft_tasks import SFT_TASKS, Conversation, Examples
 from rl_train.train import clip_gradients, main
 from rl_train.utils.command_line import run_program
+from sa2va_hf.to_device import to_device
 
 SFT = EntryPoint(
     "python -m rl_train.sft",
@@ -91,12 +92,20 @@ def build_examples(run: Run, batch: Batch, features: Features) -> list[Examples]
         ]
         with torch.no_grad():
             prompts, answers = task.examples(batch, features, rngs)
-        # Cut as a sampled answer would be.
-        rows = [torch.tensor(answer[:max_tokens]) for answer in answers]
+        # Cut as a sampled answer would be; of several turns each answer is short enough.
+        conversations = [
+            answer
+            if isinstance(answer, Conversation)
+            else Conversation.of_answer(answer[:max_tokens])
+            for answer in answers
+        ]
+        rows = [torch.tensor(conversation.ids) for conversation in conversations]
         ids = pad_sequence(rows, True, policy.pad_id)  # (B, T)
         lengths = torch.tensor([len(row) for row in rows])
         valid = torch.arange(ids.shape[1]) < lengths[:, None]  # (B, T)
-        all_examples.append(Examples(task, batch, features, prompts, ids, valid))
+        taught = pad_sequence([torch.tensor(c.is_taught) for c in conversations], True)
+        num_turns = [conversation.num_turns for conversation in conversations]
+        all_examples.append(Examples(task, batch, features, prompts, ids, valid, taught, num_turns))
     return all_examples
 
 
@@ -106,8 +115,8 @@ def step_totals(
     """Return {(task, "tokens" or "rows"): count of a step over all ranks / number of ranks}."""
     counts = Counter()
     for examples in itertools.chain.from_iterable(step_examples):
-        counts[examples.task.name, "tokens"] += int(examples.valid.sum())
-        counts[examples.task.name, "rows"] += len(examples.ids)
+        counts[examples.task.name, "tokens"] += int(examples.taught.sum())
+        counts[examples.task.name, "rows"] += sum(examples.num_turns)
     return {key: total / num_ranks for key, total in process_group.all_sum(counts).items()}
 
 
@@ -135,8 +144,8 @@ class SFTLoss(torch.nn.Module):
         for examples in all_examples:
             task, ids, valid = examples.task, examples.ids, examples.valid
             scores = self.policy.score_answers(features, examples.prompts, ids, valid)
-            # logp is 0 where not valid.
-            text_loss = -scores.logp.sum() / totals[task.name, "tokens"]
+            taught = to_device(examples.taught, scores.logp.device)
+            text_loss = -(scores.logp * taught).sum() / totals[task.name, "tokens"]
             loss_terms, task_statistics = task.loss_terms(
                 examples, features, scores, totals[task.name, "rows"]
             )
@@ -145,7 +154,7 @@ class SFTLoss(torch.nn.Module):
             statistics[task.name] = {
                 "loss": task_loss.detach(),
                 "text_loss": text_loss.detach(),
-                "entropy": (scores.entropy.sum(), valid.sum()),
+                "entropy": ((scores.entropy * taught).sum(), examples.taught.sum()),
                 **task_statistics,
             }
         if last:

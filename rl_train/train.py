@@ -153,6 +153,7 @@ def train_and_evaluate(run: Run, signals: SignalHandler, loop: Callable = train)
                 run.sampler,
                 data.num_workers,
                 data.distractors,
+                turns=max(task.turns for task in state.tasks),
             )
             end_step = StepCallback(run, logger, evaluator, signals)
             run.phases.time_calls(state.policy, state.tasks)

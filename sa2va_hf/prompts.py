@@ -140,6 +140,12 @@ class PromptBuilder:
         """Return prompt ids that ask for the mask of `phrase` (lower case, no special tokens)."""
         return self.ids(wording.replace("{x}", phrase), num_tiles)
 
+    def next_turn(self, phrase: str, wording: str) -> list[int]:
+        """Return the ids of a further question, which follow those of an answer."""
+        text = self.template["INSTRUCTION"].replace("{input}", wording.replace("{x}", phrase))
+        pieces = (self.template.get("SEP", ""), text)  # encoded apart, as in the training
+        return [i for piece in pieces for i in _encode(self.tokenizer, piece)]
+
     def answer(self, caption: str) -> list[int]:
         """Return the ids of `caption` as an answer, with its end as in the supervised training."""
         ids = self.tokenizer.encode(

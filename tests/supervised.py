@@ -30,9 +30,10 @@ def built(data, output, **changes):
     return start_run(config, RankInfo(0, 1, torch.device("cpu")))
 
 
-def losses(made, index):
+def losses(made, index, turns=1):
     """(loss, statistics, batch, examples) of samples `index` in the first step."""
-    batch = Batches(made.data.train_set, made.state.policy.preprocessor(24))[index]
+    preprocessor = made.state.policy.preprocessor(24)
+    batch = Batches(made.data.train_set, preprocessor, turns=turns)[index]
     features = made.state.policy.encode(batch)
     examples = sft.build_examples(made, batch, features)
     totals = sft.step_totals([examples], 1)

@@ -81,6 +81,64 @@ def test_the_loss_is_that_of_the_encoding_rule(data, tmp_path):
     torch.testing.assert_close(loss, expected, atol=2e-5, rtol=1e-5)
 
 
+def test_several_turns_are_those_of_the_encoding_rule(data, tmp_path):
+    """Three questions about an image: only answers are learnt, and each has its region's mask."""
+    made = built(data, tmp_path, tasks="referring_segmentation", turns=3, seed=3)
+    index = [0, 7]
+    loss, statistics, batch, [examples] = losses(made, index, turns=3)
+    policy, model, dataset = made.state.policy, made.state.policy.model, made.data.train_set
+    assert examples.num_turns == [3, 3]
+    text, count, masks = 0, 0, []
+    for k, i in enumerate(index):
+        rng = np.random.default_rng([3, 0, 0, i])
+        asked = [batch.captions[k], *batch.companion_captions[k]]
+        targets = [batch.masks[k], *batch.companion_masks[k]]
+        of_image = np.flatnonzero(dataset.image_keys == dataset.image_keys[i])
+        known = {dataset.caption(j): dataset.mask(j, targets[0].shape) for j in of_image}
+        assert all((known[c] == m.numpy()).all() for c, m in zip(asked, targets, strict=True))
+        turns = []
+        for caption in asked:
+            wording = SEGMENT_WORDINGS[rng.integers(len(SEGMENT_WORDINGS))]
+            question = wording.replace("{x}", caption.lower().removesuffix("."))
+            if not turns:  # the image stands in front of the first
+                question = policy.prompts.question(question, 1)
+            answer = SEGMENT_ANSWERS[rng.integers(len(SEGMENT_ANSWERS))]
+            turns.append({"input": question, "output": answer})
+        encoded = template_map({"conversation": turns}, policy.prompts.template)
+        encoded = video_lisa_encode_fn(encoded, policy.tokenizer, max_length=8192)
+        ids, labels = (torch.tensor([encoded[key]]) for key in ("input_ids", "labels"))
+        out = model(ids, torch.ones_like(ids), normalise_tiles(batch.inputs.tiles[k]))
+        text += F.cross_entropy(out.logits[0, :-1], labels[0, 1:], reduction="sum")
+        count += int((labels >= 0).sum())
+        prompts = model.text_hidden_fcs(out.hidden_states[-1][ids == model.seg_id])
+        pixels = batch.inputs.sam_pixels[[k] * 3]
+        masks.append(mask_loss(model.mask_logits(pixels, prompts), targets))
+    mask = torch.cat(masks).mean()
+    torch.testing.assert_close(statistics["masks"]["mask_loss"], mask, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(loss, text / count + mask, atol=2e-5, rtol=1e-5)
+
+
+def test_turns_have_the_room_that_there_is(data, tmp_path):
+    """Images of one region have one turn; the context ends a conversation; masks have a limit."""
+    made = built(data, tmp_path, tasks="referring_segmentation", turns=8)
+    policy = made.state.policy
+    _, _, _, [whole] = losses(made, [0], turns=8)
+    assert whole.num_turns[0] == len(whole.batch.companion_captions[0]) + 1 > 3
+    context = policy.model.config.llm
+    context.max_position_embeddings = len(whole.prompts.ids[0]) + int(whole.valid.sum()) - 1
+    _, _, _, [cut] = losses(made, [0], turns=8)
+    assert cut.num_turns[0] == whole.num_turns[0] - 1
+    assert torch.equal(cut.ids[0], whole.ids[0, : cut.ids.shape[1]])
+    with pytest.raises(ValueError, match="--turns 9: of an example at most 8 masks are decoded"):
+        built(data, tmp_path, turns=9)
+
+
+def test_a_run_of_several_turns(data, tmp_path):
+    """Two tasks, of which one has several turns, in a worker of the loader."""
+    out = run(data, tmp_path / "run", turns=5, num_workers=1, max_steps=2)
+    assert len(curve(out, "masks/mask_loss")) == 2 == len(curve(out, "captions/loss"))
+
+
 def test_boxes_and_points_of_a_published_set_are_taught(tmp_path):
     """Samples without masks: the answer is the data set's own solution, in the model's frame."""
     task = PointAnswers(

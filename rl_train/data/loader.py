@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 
 from rl_train.data.base import RegionDataset
+from rl_train.data.companions import CompanionRegions
 from rl_train.data.distractors import DistractorMasks
 from rl_train.data.errors import BadData, DamagedSample
 from rl_train.data.mixture import MixtureSampler
@@ -27,6 +28,7 @@ class Batches(Dataset):
 
     Args:
         distractors: fill `Batch.distractors`.
+        turns: questions about an image; if there are several, fill `Batch.companions`.
 
     Raises:
         BadData: on access, MAX_ATTEMPTS replacements in a row were damaged too.
@@ -37,9 +39,13 @@ class Batches(Dataset):
         dataset: RegionDataset | Subset,
         preprocessor: Preprocessor,
         distractors: bool = False,
+        turns: int = 1,
     ):
         self.dataset, self.preprocessor = dataset, preprocessor
         self.others = DistractorMasks(dataset) if distractors else None
+        self.companions = None
+        if turns > 1:
+            self.companions = CompanionRegions(dataset, turns - 1, preprocessor.check)
 
     def __getitem__(self, indices: list[int]) -> Batch:
         index, samples, damaged = zip(*map(self._undamaged, indices))
@@ -64,6 +70,10 @@ class Batches(Dataset):
         if self.others:
             distractors = [self.others(i, sample["mask"]) for i, sample in zip(index, samples)]
             batch.distractors = pack([torch.from_numpy(masks) for masks in distractors])
+        if self.companions:
+            found = [self.companions(i, sample) for i, sample in zip(index, samples)]
+            batch.companion_captions = [companions.captions for companions in found]
+            batch.companion_masks = pack([torch.from_numpy(c.masks) for c in found])
         return to_shared_memory(batch) if get_worker_info() else batch
 
     def _undamaged(self, i: int) -> tuple[int, dict, list[str]]:
@@ -208,10 +218,11 @@ def batch_loader(
     sampler: Iterable[list[int]],
     num_workers: int,
     distractors: bool = False,
+    turns: int = 1,
 ) -> DataLoader:
     """Return a loader of a batch for each index list of `sampler`."""
     return DataLoader(
-        Batches(dataset, preprocessor, distractors),
+        Batches(dataset, preprocessor, distractors, turns),
         # The sampler yields index lists, so the loader must not batch again.
         batch_size=None,
         sampler=sampler,

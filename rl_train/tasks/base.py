@@ -103,6 +103,7 @@ class Task(Protocol):
     takes_no_target: bool = False  # whether captions of samples may name nothing in the image
     asks_teacher: bool = False  # whether it uses that role; else no teacher is kept
     asks_reference: bool = False  # whether supervised training keeps the reference too
+    turns: int = 1  # questions about an image in an example of supervised training, at most
     # (policy, batch, features, max_new_tokens) -> {column: B values} of the evaluation split;
     # None: `cycle_metrics.measure`
     measure: Callable[[Policy, Batch, Features, int], dict[str, list]] | None = None

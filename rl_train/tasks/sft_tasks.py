@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rl_train.config.flags import WEIGHT, flag
+from rl_train.config.flags import COUNT, WEIGHT, flag
+from rl_train.data.text import phrase
 from rl_train.engine import ScoreOutput
 from rl_train.evaluation import gcg_metrics
 from rl_train.loss import Statistic
@@ -35,6 +36,26 @@ CONFUSED = 0.05  # smallest confused area, as a fraction of the target's, for a 
 
 
 @dataclass
+class Conversation:
+    """An answer, and further questions about the same image with their answers."""
+
+    ids: list[int]
+    is_taught: list[bool]  # of each token: it is an answer's, not a question's
+    num_turns: int = 1
+
+    @classmethod
+    def of_answer(cls, ids: list[int]) -> "Conversation":
+        """Return a conversation of one turn."""
+        return cls(list(ids), [True] * len(ids))
+
+    def add(self, question: list[int], answer: list[int]):
+        """Add a turn."""
+        self.ids += question + answer
+        self.is_taught += [False] * len(question) + [True] * len(answer)
+        self.num_turns += 1
+
+
+@dataclass
 class Examples:
     """Record of one task's B examples of a batch, as `policy.score_answers` takes them."""
 
@@ -44,6 +65,8 @@ class Examples:
     prompts: Prompts  # B
     ids: torch.Tensor  # (B, T)
     valid: torch.Tensor  # (B, T) bool, answers with the tokens that end them
+    taught: torch.Tensor  # (B, T) bool, `valid` without the questions of later turns
+    num_turns: list[int]  # B
 
 
 class SFTTask(Task):
@@ -51,7 +74,7 @@ class SFTTask(Task):
 
     def examples(
         self, batch: Batch, features: Features, rngs: list[np.random.Generator]
-    ) -> tuple[Prompts, list[list[int]]]:
+    ) -> tuple[Prompts, list[list[int] | Conversation]]:
         """Return (B prompts, B answers as token ids, with the tokens that end them).
 
         Args:
@@ -65,7 +88,7 @@ class SFTTask(Task):
 
         Args:
             scores: of `policy.score_answers`.
-            rows: number of examples of the step, by which the terms are divided.
+            rows: number of turns of the step's examples, by which the terms are divided.
         """
         return [], {}
 
@@ -106,10 +129,21 @@ class ReferringSegmentation(SFTTask):
         one_answer: bool = flag(
             False, f'teach always the answer "{FORCED_ANSWER}" instead of one of five with [SEG]'
         )
+        turns: int = flag(
+            1,
+            "questions about one image in an example of masks, of which each region has its turn; "
+            "Sa2VA's own training has 5",
+            type=COUNT,
+        )
         trainable_modules = ("lora", "mlp1", "text_hidden_fcs", "sam2")
 
     def __init__(self, options: Options, context: TaskContext):
-        self.context, self.loss_weight = context, options.weight
+        self.context, self.loss_weight, self.turns = context, options.weight, options.turns
+        if options.turns > context.policy.max_masks:
+            raise ValueError(
+                f"--turns {options.turns}: of an example at most {context.policy.max_masks} masks "
+                "are decoded"
+            )
         self.answers = (FORCED_ANSWER,) if options.one_answer else SEGMENT_ANSWERS
         encode = context.policy.prompts.answer
         spoken = (*self.answers, NO_TARGET_ANSWER) if context.names_nothing else self.answers
@@ -122,7 +156,7 @@ class ReferringSegmentation(SFTTask):
 
     def examples(
         self, batch: Batch, features: ImageFeatures, rngs: list[np.random.Generator]
-    ) -> tuple[Prompts, list[list[int]]]:
+    ) -> tuple[Prompts, list[list[int] | Conversation]]:
         policy = self.context.policy
         wordings = [SEGMENT_WORDINGS[rng.integers(len(SEGMENT_WORDINGS))] for rng in rngs]
         prompts = policy.segment_prompts(features, range(len(batch)), batch.captions, wordings)
@@ -130,7 +164,35 @@ class ReferringSegmentation(SFTTask):
             NO_TARGET_ANSWER if none else self.answers[rng.integers(len(self.answers))]
             for rng, none in zip(rngs, batch.no_target)
         ]
-        return prompts, [policy.prompts.answer(answer) for answer in answers]
+        encoded = [policy.prompts.answer(answer) for answer in answers]
+        if batch.companion_captions is None:
+            return prompts, encoded
+        return prompts, [
+            self._conversation(len(ids), answer, captions, rng)
+            for ids, answer, captions, rng in zip(
+                prompts.ids, encoded, batch.companion_captions, rngs
+            )
+        ]
+
+    def _conversation(
+        self,
+        prompt_length: int,
+        answer: list[int],
+        captions: list[str],
+        rng: np.random.Generator,
+    ) -> Conversation:
+        """Return an answer followed by a turn for each caption that the context has room for."""
+        policy = self.context.policy
+        conversation = Conversation.of_answer(answer)
+        limit = policy.model.config.llm.max_position_embeddings - prompt_length
+        for caption in captions[: self.turns - 1]:
+            wording = SEGMENT_WORDINGS[rng.integers(len(SEGMENT_WORDINGS))]
+            question = policy.prompts.next_turn(phrase(caption), wording)
+            said = policy.prompts.answer(self.answers[rng.integers(len(self.answers))])
+            if len(conversation.ids) + len(question) + len(said) > limit:
+                break
+            conversation.add(question, said)
+        return conversation
 
     def loss_terms(
         self, examples: Examples, features: ImageFeatures, scores: ScoreOutput, rows: float
@@ -140,11 +202,16 @@ class ReferringSegmentation(SFTTask):
         Captions that name nothing have no mask, and no term.
         """
         policy, batch = self.context.policy, examples.batch
-        image = [i for i, none in enumerate(batch.no_target) if not none]
+        image, targets = [], []  # of each [SEG], row by row
+        for i, (none, num_turns) in enumerate(zip(batch.no_target, examples.num_turns)):
+            masks = [] if none else [batch.masks[i]]
+            if num_turns > 1:
+                masks += batch.companion_masks[i][: num_turns - 1]
+            image += [i] * len(masks)
+            targets += masks
         if not image:
             zero = scores.logp.new_zeros(())
             return [], dict(mask_loss=zero, mask_iou=(zero, 0))
-        targets = [batch.masks[i] for i in image]
         prompts = policy.scored_mask_embeddings(scores, examples.ids, examples.valid)  # (m, D)
         logits = policy.decode_masks(features, image, prompts)  # (m, h, w)
         # At the size of the logits: SAM2's 256 x 256 are not enlarged.

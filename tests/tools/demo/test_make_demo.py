@@ -180,7 +180,8 @@ def test_masks_are_made_the_objects_that_they_are_most_of(data):
     rngs = [np.random.default_rng(i) for i in range(len(batch))]
     prompts, answers = task.examples(batch, features, rngs)
     ids = torch.tensor(answers)
-    examples = Examples(task, batch, features, prompts, ids, torch.ones_like(ids, dtype=torch.bool))
+    valid = torch.ones_like(ids, dtype=torch.bool)
+    examples = Examples(task, batch, features, prompts, ids, valid, valid, [1] * len(batch))
     optimizer, seen = torch.optim.AdamW(policy.trainable.values(), 1e-3), []
     for _ in range(8):
         scores = policy.score_answers(features, prompts, ids, examples.valid)
@@ -240,9 +241,8 @@ def test_hints_teach_each_half_apart(data):
         valid = ids != policy.pad_id
         scores = policy.score_answers(features, prompts, ids, valid)
         scores.hidden = scores.hidden.detach()  # so that mlp1 is reached by the hint alone
-        (loss,), said = task.loss_terms(
-            Examples(task, batch, features, prompts, ids, valid), features, scores, len(batch)
-        )
+        examples = Examples(task, batch, features, prompts, ids, valid, valid, [1] * len(batch))
+        (loss,), said = task.loss_terms(examples, features, scores, len(batch))
         assert all(
             0 <= value[0] <= value[1] == 4
             for name, value in said.items()
