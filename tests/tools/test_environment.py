@@ -165,7 +165,9 @@ def test_help_names_all_words_and_variables(argv):
     done = launch(*argv)
     assert done.returncode == 0 and not done.stderr
     assert done.stdout.count("\n") <= 40 and max(map(len, done.stdout.splitlines())) <= 120
-    for word in ("demo", "points", "supervised", "--model_path", "--max_restarts", "--resume"):
+    for word in ("demo", "points", "supervised"):
+        assert f"\n  {word} " in done.stdout, word
+    for word in ("--model_path", "--max_restarts", "--resume"):
         assert word in done.stdout, word
     for variable in (ROOT / "rl_train" / "distributed" / "launch.py").read_text().split('"'):
         if variable.isupper() and variable.isidentifier() and "TORCH" not in variable:
