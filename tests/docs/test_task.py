@@ -44,20 +44,20 @@ def command() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def one_scene(tmp_path_factory):
-    """The folder of one training scene, of one held-out scene."""
+def few_scenes(tmp_path_factory):
+    """The folder of two training scenes, of one held-out scene."""
     folder = tmp_path_factory.mktemp("scene")
-    write_split(folder / "train", seed=0, split=TRAIN, num_scenes=1)
+    write_split(folder / "train", seed=0, split=TRAIN, num_scenes=2)
     write_split(folder / "heldout", seed=0, split=HELDOUT, num_scenes=1)
     return folder
 
 
-def test_the_page_trains_by_its_own_flags(one_scene, tmp_path):
-    """Ten steps on four regions: the reward rises as no update in a wrong direction makes it.
+def test_the_page_trains_by_its_own_flags(few_scenes, tmp_path):
+    """Ten steps on few regions: the reward rises as no update in a wrong direction makes it.
 
-    Without an update (a learning rate of 1e-9) the mean of a step stays between .05 and .13.
+    Without an update (a learning rate of 1e-9) the mean of a step stays between .11 and .16.
     """
-    run(one_scene, tmp_path / "run", **command(), save_steps=5, max_steps=10, latent_std=None)
+    run(few_scenes, tmp_path / "run", **command(), save_steps=5, max_steps=10, latent_std=None)
     lines = rollouts(tmp_path / "run")
     assert {line["task"] for line in lines} == {"answers"}
     for line in lines:
@@ -67,7 +67,7 @@ def test_the_page_trains_by_its_own_flags(one_scene, tmp_path):
         assert line["f1"] == line["reward"] == pytest.approx(f1, abs=1e-6)
     rewards = {step: [line["f1"] for line in lines if line["step"] == step] for step in range(10)}
     first, last = (mean([*rewards[a], *rewards[b]]) for a, b in ((0, 1), (8, 9)))
-    assert first < 0.15 and last > first + 0.12
+    assert first < 0.2 and last > first + 0.1
     before, after = (weights(tmp_path / "run", step) for step in (5, 10))
     assert {name.split(".")[0] for name in after} == {"language_model", "mlp1"}
     assert any((before[name] != after[name]).any() for name in after)
