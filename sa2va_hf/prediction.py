@@ -126,8 +126,6 @@ def predict_forward(
         model.bind_tokenizer(tokenizer)
     model.tokenizer = tokenizer = model.tokenizer if tokenizer is None else tokenizer
     _check(image, video, text, tokenizer)
-    if video is not None and model.config.has_sam3:
-        raise ValueError("a video is not tracked by SAM3: give its frames one by one as images")
     frames = [image] if image is not None else list(video or [])
     request = Request(text, frames[:LLM_FRAMES], image is not None, past_text, mask_prompts)
     answer, hidden = _generate(model, model.prediction_inputs(request, tokenizer), tokenizer)

@@ -1,4 +1,4 @@
-"""Track language prompts through a video with the memory of transformers' SAM2 video model.
+"""Track language prompts through a video with the memory of transformers' SAM2 or SAM3 tracker.
 
 The native forward is not used whole: it takes no language prompt, and it replaces the mask of an
 object that it believes absent, which the original Sa2VA does not. Memory attention, memory encoder
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from transformers.models.sam2_video.modeling_sam2_video import Sam2VideoInferenceSession
 
 from .mask_decoder import decode_candidates, decoder_features
+from .sam3 import gate
 
 if TYPE_CHECKING:
     from .modeling_sa2va import Sa2VAModel
@@ -76,7 +77,8 @@ def track(
                 sam, [fine, middle], conditioned, prompts[m : m + 1] if prompted else None
             )
             best = iou[0].argmax()  # of three candidates
-            logits[m].append(masks[0, best].float())  # (256, 256)
+            chosen = gate(sam, masks[:, best], score)  # (1, 256, 256)
+            logits[m].append(chosen[0].float())
             appears = (score > 0).to(tokens.dtype)  # (1, 1)
             # A token of the object for later frames, another where the decoder believes it absent.
             pointer = (
@@ -85,7 +87,7 @@ def track(
             )
             # The memory encoder takes masks at the size of SAM2's input: (1, 1, 1024, 1024).
             mask = F.interpolate(
-                masks[:, best : best + 1].float(),
+                chosen[None].float(),
                 size=(sam.image_size, sam.image_size),
                 mode="bilinear",
             )

@@ -24,9 +24,9 @@ def folder(tmp_path_factory):
 def assert_resumes(start, data, output, whole, **same):
     """A run that lost its last checkpoint goes on from the one before, to the same bits."""
     start(data, output, **same)
-    (output / "checkpoint_step_3").rename(output.parent / "late")
+    (output / "checkpoint_step_10").rename(output.parent / "late")
     start(data, output, **same, resume="")
-    a, b = weights(whole, 3), weights(output, 3)
+    a, b = weights(whole, 10), weights(output, 10)
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
@@ -37,13 +37,13 @@ def assert_gradients(output, groups):
 
 def test_both_loops(data, folder, tmp_path):
     """Rewards vary, every group has a gradient, a resumed run is the same to the bit."""
-    same = dict(model_path=folder, num_generations=4, max_steps=3, save_steps=2)
+    same = dict(model_path=folder, num_generations=4, max_steps=10, save_steps=8)
     whole = run(data, tmp_path / "whole", **same)
     for loop in ("loop1", "loop2"):
         assert max(curve(whole, f"{loop}/reward_std").values()) > 0.05
         assert max(curve(whole, f"{loop}/sampler_gap").values()) < 1e-3
     assert_gradients(whole, TRAINABLE)
-    projections = {name.split(".lora_")[0].split(".")[-1] for name in weights(whole, 3)}
+    projections = {name.split(".lora_")[0].split(".")[-1] for name in weights(whole, 10)}
     assert projections >= {f"{x}_proj" for x in ("q", "k", "v", "o", "gate", "up", "down")}
     assert any("[SEG]" in line["completion"] for line in rollouts(whole))
     assert_resumes(run, data, tmp_path / "again", whole, **same)
@@ -52,7 +52,7 @@ def test_both_loops(data, folder, tmp_path):
 
 def test_supervised_training(data, folder, tmp_path):
     """All groups; the merged model is in the original's layout and answers."""
-    same = dict(model_path=folder, max_steps=3, save_steps=2, batch_size=4)
+    same = dict(model_path=folder, max_steps=10, save_steps=8, batch_size=4)
     same |= dict(trainable_modules=supervised.ALL)
     whole = supervised.run(data, tmp_path / "whole", **same)
     assert_gradients(whole, supervised.ALL)

@@ -21,6 +21,7 @@ from sa2va_hf.families import describe
 from sa2va_hf.mask_decoder import decode_candidates, decoder_features
 from sa2va_hf.processing_sa2va import normalise_sam_pixels, planes
 from sa2va_hf.sam3 import ABSENT, build_sam, gate, image_features
+from sa2va_hf.video import track
 from tests.reference.subsample_qwen import expand
 from tests.runs import ROOT
 from tests.sa2va_hf.conftest import rule_weight
@@ -87,7 +88,7 @@ def test_the_object_score_gates_masks(model):
     """A score of 0 or less: no pixel; SAM2 has no such gate."""
     pixels = Sa2VAProcessor(model.config).sam_image(IMAGE)[None]
     assert pixels.shape == (1, 3, 224, 224)
-    prompts = torch.randn(2, 32, generator=torch.Generator().manual_seed(0))
+    prompts = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
     features, image = model.sam_features(pixels), torch.zeros(2, dtype=torch.long)
     assert [level.shape[-1] for level in features] == [64, 32, 16]
     open_masks = model.decode_masks(features, image, prompts)
@@ -100,16 +101,34 @@ def test_the_object_score_gates_masks(model):
     assert gate(torch.nn.Identity(), mask, score) is mask
 
 
-def test_predict_forward_draws_masks_of_an_image_and_refuses_a_video(model):
+def test_predict_forward_draws_masks_of_an_image_and_of_a_video(model):
     forced = torch.zeros(1, model.config.llm.vocab_size)
     forced[0, IDS["[SEG]"]] = 50.0
     model.model.lm_head.register_forward_hook(lambda head, args, out: out + forced)
     model.max_new_tokens = 3
     said = model.predict_forward(image=IMAGE, text="<image>Please segment it.")
     assert [mask.shape for mask in said["prediction_masks"]] == [(1, 60, 80)] * 2
-    with pytest.raises(ValueError, match="a video is not tracked by SAM3"):
-        model.predict_forward(video=[IMAGE], text="<image>Please segment it.")
+    said = model.predict_forward(video=[IMAGE] * 7, text="<image>Please segment it.")
+    assert [mask.shape for mask in said["prediction_masks"]] == [(7, 60, 80)] * 2
     assert "SAM3 at 224 pixels" in describe(model, "outline")
+
+
+def test_later_frames_of_a_video_are_tracked_by_its_memory(model):
+    """Prompted frames are single images; a later one depends on them; the gate counts in all."""
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.rand(4, 3, 224, 224, generator=generator)
+    levels = [model.sam_features(pixels[i : i + 1]) for i in range(4)]
+    prompts = torch.randn(2, 64, generator=generator)
+    logits = track(model, levels[:3], prompts, num_prompted=2)
+    assert logits.shape == (2, 3, 64, 64) and logits.isfinite().all()
+    for frame in range(2):
+        alone = model.decode_masks(levels[frame], torch.zeros(2, dtype=torch.long), prompts)
+        assert torch.allclose(logits[:, frame], alone, atol=1e-4)
+    other = track(model, [levels[0], levels[3], levels[2]], prompts, num_prompted=2)
+    assert torch.equal(other[:, 0], logits[:, 0])
+    assert not torch.allclose(other[:, 2], logits[:, 2])
+    model.grounding_encoder.mask_decoder.pred_obj_score_head.proj_out.bias.fill_(-100.0)
+    assert (track(model, levels[:3], prompts, num_prompted=2) == ABSENT).all()
 
 
 @pytest.mark.full_size

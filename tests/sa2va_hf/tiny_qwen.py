@@ -90,7 +90,7 @@ SAM3 = dict(
     image_size=224,
     vision_config=dict(
         model_type="sam3_vision_model",
-        fpn_hidden_size=32,
+        fpn_hidden_size=64,
         backbone_config=dict(
             model_type="sam3_vit_model",
             hidden_size=32,
@@ -103,18 +103,19 @@ SAM3 = dict(
             global_attn_indexes=[1],
         ),
     ),
-    prompt_encoder_config=dict(hidden_size=32, image_size=224),
+    prompt_encoder_config=dict(hidden_size=64, image_size=224),
     mask_decoder_config=dict(
-        hidden_size=32, num_attention_heads=2, mlp_dim=48, iou_head_hidden_dim=32
+        hidden_size=64, num_attention_heads=2, mlp_dim=48, iou_head_hidden_dim=64
     ),
-    memory_attention_hidden_size=32,
+    memory_attention_hidden_size=64,
     memory_attention_feed_forward_hidden_size=32,
     memory_attention_num_layers=1,
-    memory_encoder_hidden_size=32,
-    memory_encoder_output_channels=8,
-    mask_downsampler_embed_dim=32,
-    memory_fuser_embed_dim=32,
-    memory_fuser_intermediate_dim=32,
+    memory_encoder_hidden_size=64,
+    memory_encoder_output_channels=64,  # as the native memory attention takes them
+    memory_attention_rope_feat_sizes=[16, 16],
+    mask_downsampler_embed_dim=64,
+    memory_fuser_embed_dim=64,
+    memory_fuser_intermediate_dim=64,
 )
 
 
