@@ -28,7 +28,6 @@ from sa2va_hf import hub
 SAID_BY_WEIGHTS = {
     "--likelihood_weight": "loop2.meteor=0.5 loop2.likelihood=0.5",
     "--use_llm_judge_loop2": "loop2.meteor=0.25 loop2.judge=0.75",
-    "--reward_only": "loop1.iou=0 loop2.meteor=0",
 }
 
 # Flags whose product stays the same at a resume: a step's samples depend on it.
@@ -203,6 +202,11 @@ def check_flag_combinations(config: Config, chosen: dict[str, type]):
         if config.flags.get(name) and not config.flags.get(needed):
             raise ValueError(f"--{name} {config.flags[name]}: needs --{needed}")
     if weights := config.reward.component_weights:
+        if config.reward.reward_only:
+            raise ValueError(
+                "--reward_weights: not with --reward_only, which leaves the tasks' own components "
+                "no weight"
+            )
         active = [chosen[name] for name in config.tasks]
         check_weights(weights, {task.name: task.reward_components for task in active})
     if config.reward.ablation_reward != "none":

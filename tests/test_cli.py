@@ -163,11 +163,6 @@ def test_every_flag_is_a_field_of_a_config(data, tmp_path):
         config.optim.learning_rate = 1.0
 
 
-@pytest.mark.parametrize("share", [-0.1, 1.1, "nan"])
-def test_share_of_judge_failures(complaint, share):
-    assert "--max_judge_failures" in complaint(max_judge_failures=share)
-
-
 def test_another_s_target_needs_another_sample(complaint):
     sentence = complaint(ablation_reward="near")
     assert "--ablation_reward near: is of points, not of the task loop1" in sentence

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_train.loss import MicroBatchLoss
-from tests.runs import curve, events, parts_of, rollouts, run, unmeasured
+from tests.runs import complaint_of, curve, events, flags, parts_of, rollouts, run, unmeasured
 
 one_core = pytest.fixture(autouse=True)(unmeasured)
 
@@ -158,11 +158,15 @@ def test_a_users_reward_knows_its_task_and_replaces_its_components(data, tmp_pat
     (tmp_path / "users_by_task.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     how = dict(reward="users_by_task:by_task=0.5", num_generations=4, max_steps=1)
-    weights = ["loop1.iou=0", "loop2.meteor=0"]
-    alone = rollouts(run(data, tmp_path / "alone", reward_weights=weights, **how))
+    alone = rollouts(run(data, tmp_path / "alone", reward_only="", **how))
     assert {(line["task"], line["reward"]) for line in alone} == {("loop1", 0.5), ("loop2", 1.0)}
     assert any(line["iou"] for line in alone if line["task"] == "loop1")  # logged
     beside = rollouts(run(data, tmp_path / "beside", **how))
     for line in beside:
         if line["task"] == "loop1":
             assert line["reward"] == pytest.approx(line["iou"] + 0.5, abs=1e-5)
+
+
+def test_reward_only_needs_a_reward(data, tmp_path, capsys):
+    sentence = complaint_of(capsys, flags(data, tmp_path / "run", reward_only=""))
+    assert "--reward_only" in sentence and "needs --reward" in sentence

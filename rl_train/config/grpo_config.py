@@ -22,7 +22,7 @@ from rl_train.config.flags import (
 from rl_train.data.registry import DATASETS, dataset_name
 from rl_train.grpo import LOSSES, SCALES, clip_window
 from rl_train.rewards.ablations import ABLATION_HELP, ABLATION_REWARDS
-from rl_train.rewards.judge import FAILURE_WINDOW, MODES
+from rl_train.rewards.judge import MODES
 from rl_train.rewards.weights import ComponentWeight, weight_text
 
 
@@ -286,13 +286,6 @@ class RewardConfig:
         "questions about the caption",
         choices=tuple(MODES),
     )
-    max_judge_failures: float = flag(
-        0.2,
-        f"fraction of the last {FAILURE_WINDOW} captions without an answer of the judge above "
-        "which the run stops",
-        type=FRACTION,
-        free_on_resume=True,
-    )
     ablation_reward: str = flag(
         "none",
         "for ablations, train on a cheap cause in the place of the tasks' own rewards, which are "
@@ -326,6 +319,12 @@ class RewardConfig:
         "your own reward functions, added to every task's reward; a function with an argument "
         "`task` is told which task it is: loop1, loop2, .. (docs/extending.md)",
         metavar="MODULE:FUNCTION[=WEIGHT]",
+    )
+    reward_only: bool = flag(
+        False,
+        "let the functions of --reward replace the tasks' own reward components, which are only "
+        "logged",
+        needs="reward",
     )
 
     @property

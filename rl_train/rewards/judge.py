@@ -23,7 +23,9 @@ from rl_train.rewards.judge_text import ANSWER, MODES, RIGHT, messages, question
 from rl_train.rewards.meteor import check_lists
 from rl_train.utils.io import UserFault
 
-FAILURE_WINDOW = 200  # pairs that --max_judge_failures looks back on
+# A run stops if the judge fails on more than this fraction of the last FAILURE_WINDOW captions:
+# a broken server ends it within a few steps, a hiccup does not.
+MAX_FAILED_FRACTION, FAILURE_WINDOW = 0.2, 200
 CHOICE_TOKENS, EXTRACT_TOKENS = 32, 512  # of a number or letter; of the JSON of mode qa
 Chat = list[dict[str, str]]
 Ask = Callable[..., Awaitable]  # see `LLMJudge.connect`
@@ -219,7 +221,7 @@ class FailureWindow:
     first hiccup.
     """
 
-    def __init__(self, limit: float, size: int = FAILURE_WINDOW):
+    def __init__(self, limit: float = MAX_FAILED_FRACTION, size: int = FAILURE_WINDOW):
         self.limit, self.size, self.steps = limit, size, deque()
 
     def state_dict(self) -> dict[str, list[tuple[float, float]]]:
@@ -243,5 +245,6 @@ class FailureWindow:
         if failed > self.limit * max(num_scored, self.size):
             raise JudgeFailed(
                 f"the LLM judge failed on {failed} of the last {num_scored} captions, more than "
-                f"--max_judge_failures {self.limit:g} of a window of {self.size} allows"
+                f"{self.limit:g} of a window of {self.size}: mend the server of "
+                "--llm_judge_base_url, then continue with --resume"
             )

@@ -142,6 +142,9 @@ def build(
     )
     tasks = [config.task_classes[name](options, context) for name, options in config.tasks.items()]
     weigh_components(tasks, config.reward.component_weights)
+    if config.reward.reward_only:
+        for task in tasks:  # `components` stay, so that they are computed and logged
+            task.reward_weights = context.user_weights
     steps_of_epochs = math.ceil(config.optim.num_train_epochs * sampler.steps_per_epoch)
     max_steps = config.optim.max_steps or steps_of_epochs
     optimizer = build_optimizer(config.optim, policy)
@@ -202,8 +205,7 @@ def build_rewards(config: RewardConfig, max_tokens: int, seed: int) -> RewardSou
     user_rewards = tuple(map(UserReward.parse, config.reward))
     if config.overlong_buffer:
         user_rewards += (overlong_penalty(max_tokens, config.overlong_buffer),)
-    judge_failures = FailureWindow(config.max_judge_failures)
-    return RewardSources(user_rewards, build_judge(config, seed), judge_failures)
+    return RewardSources(user_rewards, build_judge(config, seed), FailureWindow())
 
 
 def build_judge(config: RewardConfig, seed: int) -> LLMJudge | None:

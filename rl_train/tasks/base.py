@@ -137,7 +137,8 @@ def with_measurements(
     """Return a task's own rewards with "on_target" and the user's rewards, all on the CPU.
 
     "on_target" is measured if the other regions of the images are known and masks are answered. If
-    the LLM judge failed on a row, all weighted rewards of the row become NaN: it is not scored.
+    the LLM judge has a weight and failed on a row, all weighted rewards of the row become NaN: the
+    row is not scored.
     """
     batch, masks, verdicts = rollout.batch, outcome.masks, outcome.rewards.get("judge")
     rewards = {name: values.cpu() for name, values in outcome.rewards.items()}
@@ -157,7 +158,7 @@ def with_measurements(
         outcome.targets,
         **columns,
     )
-    if verdicts is not None:
+    if verdicts is not None and "judge" in task.reward_weights:  # not with --reward_only
         # `combine` leaves out single NaN components, and rows whose components are all NaN.
         for name in task.reward_weights:
             rewards[name] = torch.where(verdicts.isnan(), torch.nan, rewards[name])

@@ -182,7 +182,7 @@ def test_window_stops_above_its_limit():
         (0, 8),
     ]:  # the first two failures have left when the last two come
         window.add(failed, asked)
-    with pytest.raises(JudgeFailed, match=r"3 of the last 10 .*--max_judge_failures 0.2"):
+    with pytest.raises(JudgeFailed, match=r"3 of the last 10 .*0.2 of a window of 10: .*--resume"):
         window.add(3, 2 + 8)
 
 

@@ -58,7 +58,7 @@ def test_a_judge_that_fails_from_the_first_step_on_stops_the_run(data, tmp_path,
         # 4 calls in the 2 steps of 32 captions each, of 2 s at most
         assert 2 <= len(rollouts(tmp_path / "run")) / 32 <= 3 and seconds < 300
         assert sentence.startswith("rl_train: the LLM judge failed on ")
-        assert "--max_judge_failures 0.2 of a window of 200" in sentence
+        assert "more than 0.2 of a window of 200: mend the server" in sentence
         (first, *_) = (line for line in said if "failed" in line)
         assert first.startswith("step 1: the LLM judge failed on ") and ": " in first
         assert all(line["judge"] in (None, 0) for line in rollouts(tmp_path / "run"))
@@ -111,7 +111,7 @@ def test_one_ranks_judge_that_fails_stops_all_ranks(data, tmp_path):
         assert process.returncode == 2 and "Traceback" not in output
         found = re.findall(
             r"^rl_train: the LLM judge failed on (\d+) of the last "
-            r"(\d+) captions, more than --max_judge_failures 0.2 ",
+            r"(\d+) captions, more than 0.2 ",
             output,
             re.M,
         )

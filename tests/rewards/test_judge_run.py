@@ -84,7 +84,6 @@ def test_a_judge_that_comes_and_goes(data, messy, tmp_path, dataset):
             max_steps=500,
             num_generations=4,
             seed=3,
-            max_judge_failures=0.15,
             **JUDGE,
             llm_judge_base_url=f"http://127.0.0.1:{port}/v1",
         )
@@ -105,7 +104,7 @@ def test_a_judge_that_comes_and_goes(data, messy, tmp_path, dataset):
     assert process.returncode == 2
     sentence = output.strip().splitlines()[-1]
     assert sentence.startswith("rl_train: the LLM judge failed on ")
-    assert "--max_judge_failures 0.15" in sentence and "Traceback" not in output
+    assert "0.2 of a window of 200" in sentence and "Traceback" not in output
 
     lines = rollouts(tmp_path)
     steps = [
@@ -116,7 +115,7 @@ def test_a_judge_that_comes_and_goes(data, messy, tmp_path, dataset):
     assert [a > 0 for a in lost].count(False) >= 2 and "10" in "".join(
         "01"[a > 0] for a in lost
     )  # it went, and came back
-    assert sum(lost) > 30 >= sum(lost[:-1])  # .15 of 200
+    assert sum(lost) > 40 >= sum(lost[:-1])  # .2 of 200
     for line in lines:
         caption = line["reply"] if line["task"] == "loop2" else line["completion"]
         if line["judge"] is None:

@@ -71,6 +71,9 @@ def test_what_leaves_no_reward_is_refused(data, tmp_path, capsys):
     argv = flags(data, tmp_path / "run", reward_weights="loop1.iou=0")
     sentence = complaint_of(capsys, argv)
     assert "--reward_weights: leaves loop1 no component with a weight" in sentence
+    argv = flags(data, tmp_path / "run", reward_weights="loop1.iou=1", reward="json:dumps")
+    sentence = complaint_of(capsys, [*argv, "--reward_only"])
+    assert "--reward_weights: not with --reward_only" in sentence
 
 
 def test_a_resume_with_other_weights_is_refused(data, tmp_path):

@@ -61,6 +61,8 @@ def test_rows_without_a_verdict_are_not_scored_by_the_rest():
     assert scored == pytest.approx(0.1 + 0.375 + 1) and unscored.isnan()
     assert marked["iou"].tolist() == [1, 1]
     assert rewards["meteor"].tolist() == pytest.approx([0.4, 0.4])
+    task.reward_weights = {"mine": 1.0}  # the judge is only logged
+    assert with_measurements(task, rollout, RewardOutput(rewards, []))["mine"].tolist() == [1, 1]
 
 
 def test_the_users_rewards_are_added_to_a_task_s_own(batch):
