@@ -15,10 +15,12 @@ from rl_train.config.grpo_config import PolicyConfig
 from rl_train.data.errors import DamagedSample
 from rl_train.data.loader import Batches
 from rl_train.data.refcoco import RefCOCODataset
+from rl_train.data.text import phrase
 from rl_train.engine.packing import input_mask
 from rl_train.export.load_policy import load_policy
 from rl_train.policies.sa2va import build_policy, check_folders
 from sa2va_hf import Sa2VAModel
+from sa2va_hf.prompts import SEGMENT_ANSWERS, SEGMENT_WORDINGS
 from sa2va_hf.qwen_images import draw_region, patches, region_box
 from tests import runs, supervised
 from tests.runs import curve, weights
@@ -327,6 +329,30 @@ def test_supervised_training_and_its_export(folder, data, tmp_path):
     assert not torch.allclose(out.logits, base(ids, torch.ones_like(ids)).logits, atol=1e-2)
 
 
+def test_several_turns_are_those_of_the_originals_training(folder, data, tmp_path):
+    """Ids and labels of `training_example`, whose numbers are compared with the original's."""
+    how = dict(tasks="referring_segmentation", turns=5, max_completion_length=48)
+    made = supervised.built(data, tmp_path / "run", model_path=folder, **how)
+    _, _, batch, [examples] = supervised.losses(made, [0, 9], turns=5)
+    policy = made.state.policy
+    for k, i in enumerate([0, 9]):
+        rng = np.random.default_rng([made.config.run.seed, 0, 0, i])
+        turns = []
+        for caption in [batch.captions[k], *batch.companion_captions[k]]:
+            wording = SEGMENT_WORDINGS[rng.integers(len(SEGMENT_WORDINGS))]
+            answer = SEGMENT_ANSWERS[rng.integers(len(SEGMENT_ANSWERS))]
+            turns.append((wording.replace("{x}", phrase(caption)), answer))
+        assert len(turns) == examples.num_turns[k] > 1
+        image = made.data.train_set[i]["image"]
+        encoded = policy.processor.training_example([image], turns, policy.tokenizer)
+        length = int(examples.valid[k].sum())
+        ids = examples.prompts.ids[k] + examples.ids[k, :length].tolist()
+        # Nothing follows the newline behind the last answer.
+        assert encoded["input_ids"][0].tolist() == ids + policy.tokenizer.encode("\n")
+        taught = encoded["labels"][0, -length - 1 : -1] >= 0
+        assert torch.equal(taught, examples.taught[k, :length])
+
+
 def test_evaluate_by_the_originals_protocol(folder, tmp_path):
     """The answers and masks of `predict_forward`, whose images are resized twice; no tiles."""
     refcoco_writer.main(f"--output_dir {tmp_path} --num_train 1 --num_heldout 1".split())
@@ -344,11 +370,11 @@ def test_evaluate_by_the_originals_protocol(folder, tmp_path):
     by_name = {
         (s["image_id"], s["caption"]): s for s in map(dataset.__getitem__, range(len(dataset)))
     }
-    for k, (name, phrase) in enumerate(zip(found["image_ids"], found["references"])):
-        sample = by_name[name, phrase]
+    for k, (name, reference) in enumerate(zip(found["image_ids"], found["references"])):
+        sample = by_name[name, reference]
         answer = model.predict_forward(
             image=sample["image"],
-            text=f"<image>\n Please segment {phrase} in this image.",
+            text=f"<image>\n Please segment {reference} in this image.",
             rounded_normalisation=True,
         )
         ids = policy.tokenizer.encode(answer["prediction"], add_special_tokens=False)
