@@ -6,7 +6,8 @@
 Supervised training by `rl_train.sft` of region captions and of masks, with all of the vision
 encoder and the language model, once for each way and seed; one process on one CPU core each, in
 OUTPUT/WAY/seedN. The demo's base was trained on the regions' tokens and never saw another way. A
-run that is complete is not run again. The table of docs/results.md is made by this program.
+run that is complete is not run again. In 40 steps of 16 samples captions get their form, and none
+of the three new ways says which region is meant: more steps are needed.
 """
 
 import argparse
@@ -43,7 +44,9 @@ def train(way: str, seed: int, args: argparse.Namespace) -> str | None:
     line += ["--eval_data_dir", f"{demo}/heldout", "--attributes", f"{demo}/attributes.json"]
     line += ["--region_prompt", way, "--seed", str(seed), "--max_steps", str(args.max_steps)]
     line += ["--eval_samples", str(args.eval_samples)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    if not args.gpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     log = output.with_name(f"seed{seed}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
@@ -81,6 +84,7 @@ def main(argv: list[str] | None = None):
     add("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="which are taught")
     add("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the training")
     add("--jobs", type=int, default=1, help="runs at a time, one CPU core each")
+    add("--gpu", action="store_true", help="all runs on one GPU; default: on CPU cores alone")
     add("--max_steps", type=int, default=100, help="of each run")
     add("--eval_samples", type=int, default=128, help="held-out regions")
     args = parser.parse_args(argv)
