@@ -27,7 +27,7 @@ MISTAKES = {
     ("star", "diamond"): 0.3,
     ("ring", "arrow"): 0.6,
     ("plain", "checked"): 0.3,
-    ("striped", "banded"): 0.6,
+    ("striped", "ruled"): 0.6,
     ("blue", "purple"): 0.3,
     ("black", "white"): 0.3,
     ("red", "orange"): 0.6,

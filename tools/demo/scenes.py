@@ -37,7 +37,7 @@ COLORS = {
     "brown": (122, 72, 32),
 }
 SHAPES = ("circle", "square", "triangle", "cross", "star", "diamond", "ring", "arrow")
-PATTERNS = ("plain", "striped", "banded", "checked", "dotted", "hatched")
+PATTERNS = ("plain", "striped", "ruled", "checked", "dotted", "hatched")
 POSITIONS = ("top left", "top right", "bottom left", "bottom right")
 BACKGROUNDS = {
     "grey": (182, 182, 182),
@@ -55,7 +55,7 @@ PAIRS = (  # of values that are easily taken for one another; a scene has both o
     ("star", "diamond"),
     ("ring", "arrow"),
     ("plain", "checked"),
-    ("striped", "banded"),
+    ("striped", "ruled"),
     ("blue", "purple"),
     ("black", "white"),
     ("red", "orange"),

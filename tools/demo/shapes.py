@@ -59,7 +59,7 @@ def pattern(rng: np.random.Generator, name: str, shape: tuple[int, int], stripe:
     if name == "dotted":
         up, left = (((k + 0.5) / stripe) % 2 - 1 for k in (rows, cols))  # of each dot's centre
         return up**2 + left**2 < (2 * DOT) ** 2
-    lines = dict(plain=0 * rows + 0 * cols, banded=rows // stripe + 0 * cols)
+    lines = dict(plain=0 * rows + 0 * cols, ruled=rows // stripe + 0 * cols)
     lines |= dict(striped=cols // stripe + 0 * rows, checked=rows // stripe + cols // stripe)
     lines |= dict(hatched=(rows + cols) // stripe)
     return lines[name] % 2 == 1

@@ -267,7 +267,7 @@ def test_all_ious_by_hand():
 def test_what_the_report_says_of_scenes():
     """Three objects: the middle one shares a value with each other one."""
     objects = [("plain", "red", "circle", "top left"), ("plain", "blue", "cross", "top right")]
-    objects += [("banded", "blue", "square", "bottom left")]
+    objects += [("ruled", "blue", "square", "bottom left")]
     scene = Scene(None, tuple(Object(*attributes, None) for attributes in objects))
     apart = told_apart([scene])
     # alone: 3 of 4 values of the first and last object, 2 of the middle one

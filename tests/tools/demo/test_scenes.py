@@ -61,8 +61,8 @@ def test_mask_pixels_are_the_object(scenes):
         inside = obj.mask[rows.min() : rows.max() + 1, cols.min() : cols.max() + 1]
         down = np.abs(np.diff(inner, axis=0)).max(-1)[inside[1:] & inside[:-1]]
         across = np.abs(np.diff(inner, axis=1)).max(-1)[inside[:, 1:] & inside[:, :-1]]
-        banded, striped = (np.mean(steps > 25) > 0.1 for steps in (down, across))
-        assert banded == (obj.pattern in ("banded", "checked"))
+        ruled, striped = (np.mean(steps > 25) > 0.1 for steps in (down, across))
+        assert ruled == (obj.pattern in ("ruled", "checked"))
         assert striped == (obj.pattern in ("striped", "checked"))
         if obj.pattern == "plain":
             mean = inner[inside].mean(0)

@@ -103,7 +103,7 @@ def finished(runs, name, arm, rate, seed, before, after, steps=2):
     folder.mkdir(parents=True)
     for step, captions_iou in ((0, before), (steps, after)):
         columns = dict(caption_meteor=captions_iou, cycle_iou=captions_iou, caption_distinct=before)
-        texts = dict(captions=["A banded blue cross."] * len(before))
+        texts = dict(captions=["A ruled blue cross."] * len(before))
         texts |= dict(references=["A striped blue cross."] * len(before))
         (folder / f"step_{step}.json").write_text(json.dumps(texts | dict(values=columns)))
 
@@ -128,7 +128,7 @@ def test_one_half_of_the_regions_chooses_the_rate_and_the_other_is_reported(tmp_
     assert found["caption_meteor"]["mean"] == pytest.approx(0.35)
     assert found["caption_meteor"]["seeds"] == pytest.approx([0.3, 0.4])
     assert figures["loop1"]["caption_meteor"]["seeds"] == pytest.approx([0.3])
-    # "banded" becomes "striped", which the references say.
+    # "ruled" becomes "striped", which the references say.
     assert figures["words swapped"]["caption_meteor"]["mean"] > 0.7  # from .2
     text = table.markdown(dict(captioning=figures))
     assert "| captioning | 3e-4 | +0.350 [+0.350, +0.350] |" in text
