@@ -1,6 +1,8 @@
 """The demo's warm start: what it is wrong about, and its prompt head, trained to a stated share."""
 
+import json
 import shutil
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +22,7 @@ from rl_train.roles import Roles
 from rl_train.tasks.base import TaskContext
 from rl_train.tasks.sft_tasks import Examples
 from sa2va_hf import Sa2VAConfig, Sa2VAModel
+from sa2va_hf.prompts import DESCRIBE, SEGMENT_WORDINGS
 from sa2va_hf.tokenizer import load_tokenizer
 from tools.demo import make_demo, unsettle
 from tools.demo.hints import (
@@ -35,7 +38,7 @@ from tools.demo.mistakes import MISTAKES, MistakenCaptions, mistaken
 from tools.demo.model import CONFIG, make_tokenizer
 from tools.demo.new_folder import save
 from tools.demo.report import told_apart
-from tools.demo.scenes import MID, TINY, TRAIN, Object, Scene, make_scene
+from tools.demo.scenes import MID, TINY, TRAIN, Object, Scene, caption, make_scene
 from tools.demo.sizes import SIZES
 
 
@@ -85,8 +88,25 @@ def test_the_shipped_files_are_those_that_would_be_written(tmp_path):
     tokenizer = load_tokenizer(SHIPPED_CHECKPOINT)
     llm = CONFIG["llm_config"] | {"vocab_size": len(tokenizer)}
     save(Sa2VAModel(Sa2VAConfig(**CONFIG | {"llm_config": llm})), make_tokenizer(seed=0), tmp_path)
-    for name in ("config.json", "tokenizer_config.json", "tokenizer.json"):
+    for name in ("config.json", "tokenizer_config.json"):
         assert (tmp_path / name).read_text() == (SHIPPED_CHECKPOINT / name).read_text()
+    written, shipped = (
+        json.loads((folder / "tokenizer.json").read_text()) | {"model": None, "added_tokens": None}
+        for folder in (tmp_path, SHIPPED_CHECKPOINT)
+    )
+    assert written == shipped
+
+
+def test_the_shipped_tokenizer_cuts_texts_as_a_new_one_and_joins_them_again():
+    """Its ids differ: one of its words was renamed after training."""
+    shipped, new = load_tokenizer(SHIPPED_CHECKPOINT), make_tokenizer(seed=0)
+    captions = [caption(*values) for values in product(*TINY.attributes.values())]
+    assert len(captions) == 512
+    for text in (*captions, *map(str.lower, captions), DESCRIBE, *SEGMENT_WORDINGS):
+        assert shipped.tokenize(text) == new.tokenize(text)
+        assert shipped.decode(shipped.encode(text)) == text
+    words = shipped.tokenize(captions[0])
+    assert words[0] == "A" and words[1:-1] == ["Ġ" + word for word in captions[0][2:-1].split()]
 
 
 def test_a_prompt_head_is_disturbed_until_a_share_of_its_masks_hits(monkeypatch):

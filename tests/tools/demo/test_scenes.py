@@ -1,11 +1,12 @@
 """The drawn scenes: masks, and captions of which no single attribute tells objects apart."""
 
 from functools import partial
-from itertools import combinations
+from itertools import combinations, permutations
 
 import numpy as np
 import pytest
 
+from rl_train.rewards.meteor import meteor
 from tools.demo.scenes import (
     COLORS,
     GAP,
@@ -28,6 +29,15 @@ def scenes():
 
 def each_object(scenes):
     return [(obj, scene) for scene in scenes for obj in scene.objects]
+
+
+@pytest.mark.parametrize("kind", (TINY, MID), ids=("tiny", "mid"))
+def test_meteor_tells_all_values_of_an_attribute_apart(kind):
+    """No value is another's exact word, stem or WordNet synonym."""
+    for values in kind.attributes.values():
+        for one, other in permutations(values, 2):
+            true, wrong = f"a {one} red cross", f"a {other} red cross"
+            assert meteor([true], [wrong]) < meteor([true], [true]), (one, other)
 
 
 def test_scene_follows_from_its_three_numbers(scenes):
