@@ -78,6 +78,8 @@ def test_grounded_captions_say_their_objects_from_left_to_right(tmp_path):
 class Words:
     """A policy whose tokens are words."""
 
+    max_masks = 1
+
     def __init__(self):
         self.prompts = SimpleNamespace(answer=str.split)
 
