@@ -288,7 +288,7 @@ def test_ten_steps_of_both_loops(folder, data, tmp_path, capsys):
     ten_steps_of_both_loops(folder, data, tmp_path)
     printed = capsys.readouterr().out
     assert "written by transformers 4.57.1: LLM of 3 layers" in printed
-    assert "region prompts: outline, which no published model was trained on" in printed
+    assert "--region_prompt outline, which no published model was trained on: before" in printed
 
 
 def test_ten_steps_of_both_loops_with_sam3(data, tmp_path, capsys):
