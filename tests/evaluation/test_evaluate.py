@@ -179,7 +179,7 @@ def test_export_takes_the_role_of_the_better_measures(three_steps, capsys):
         role = preferred_role(three_steps / name)
         assert scores["policy"] != scores["teacher"] and role == max(scores, key=scores.get)
         printed = capsys.readouterr().out
-        assert f"auto: {role}," in printed and "seg_iou and caption_meteor" in printed
+        assert f"merging the {role}," in printed and "seg_iou and caption_meteor" in printed
         assert all(f"{name} {value:.4f}" in printed for name, value in scores.items())
 
 
