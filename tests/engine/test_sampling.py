@@ -11,7 +11,7 @@ from rl_train.engine.sampling import StopText, _token_bytes, sample_token
 from sa2va_hf.prediction import StopWords
 from sa2va_hf.tokenizer import load_tokenizer
 from tests.engine.tiny import DEMO
-from tools.benchmarks import random_tokenizer
+from tools.benchmarks.families import CONFIGS, tokenizer_of
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ def test_an_answer_ends_where_predict_forward_ends_it(tokenizer, stop_texts):
 def test_a_large_vocabulary_ends_answers_there_too(tokenizer):
     """That of the random 4B, and tokens into which a stop text's parts are merged."""
     merged = ["<|end|>a", "nd|>\n\n", ".<|end|>\r\n", "<|e\nnd|>", "|>\nb", "<\n|", "\n<|end|>"]
-    for planted in (copy.deepcopy(tokenizer), random_tokenizer.tokenizer()):
+    for planted in (copy.deepcopy(tokenizer), tokenizer_of(CONFIGS["4b"])):
         planted.add_tokens([AddedToken(text, normalized=False) for text in merged])
         wrong, ends_seen = differences(planted, ["<|end|>"], 300)
         assert wrong == 0 and ends_seen > 20
