@@ -7,10 +7,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from rl_train.data.text import phrase
 from rl_train.points.parser import PointPrompt
 from rl_train.policies.sa2va import Sa2VAPolicy
-from rl_train.policies.sa2va_queries import describe, segment, segment_by_own_answer
+from rl_train.policies.sa2va_queries import describe, segment_by_own_answer, segment_model_captions
 from rl_train.policies.sam2_prompting import point_masks
 from rl_train.rewards.iou import mask_iou
 from rl_train.rollout import Batch
@@ -68,10 +67,10 @@ class PictureModel:
 
     def find(self, captions: list[str], region: torch.Tensor) -> list[tuple[np.ndarray, float]]:
         """Return the mask of each caption with its IoU with the region: loop 1's reward."""
-        known = [text for text in captions if phrase(text)]
-        masks = iter(segment(self.policy, self.features, [0] * len(known), known).masks)
-        empty = torch.zeros_like(region)
-        found = [next(masks) if phrase(text) else empty for text in captions]
+        rows, tokens = [0] * len(captions), self.max_new_tokens
+        found = segment_model_captions(
+            self.policy, self.features, rows, captions, tokens, forced=True
+        ).masks
         ious = mask_iou(found, [region] * len(found)).tolist()
         return [(mask.cpu().numpy(), iou) for mask, iou in zip(found, ious)]
 

@@ -4,7 +4,6 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from rl_train.data.text import phrase
 from rl_train.evaluation.best_of_n import mean_logps, pick_best
 from rl_train.evaluation.mask_columns import mask_columns
 from rl_train.policies.sa2va import Sa2VAPolicy
@@ -12,8 +11,7 @@ from rl_train.policies.sa2va_queries import (
     describe,
     row_masks,
     segment_by_own_answer,
-    segment_generated,
-    truncate_captions,
+    segment_model_captions,
 )
 from rl_train.rewards import mask_iou, meteor
 from rl_train.rewards.attributes import AttributePhrases, attribute_values
@@ -186,16 +184,12 @@ def measure_captions(
     Returns:
         {column: B values} of "cycle_iou" and, if the other regions are known, "cycle_on_target".
     """
-    rows, queries = list(range(len(batch))), truncate_captions(policy, captions, max_new_tokens)
-    segmented, _, _ = segment_by_own_answer(policy, images, rows, queries, max_new_tokens)
-    masks = segmented.masks
-    spoken = torch.tensor([bool(phrase(text)) for text in captions])
+    rows = range(len(batch))
+    masks = segment_model_captions(policy, images, rows, captions, max_new_tokens).masks
     targets = [mask.to(policy.device) for mask in batch.masks]
-    columns = dict(cycle_iou=(mask_iou(masks, targets, 1.0).cpu() * spoken).tolist())
+    columns = dict(cycle_iou=mask_iou(masks, targets).tolist())
     if batch.distractors is not None:
-        columns["cycle_on_target"] = (
-            on_target(masks, batch.masks, batch.distractors) * spoken
-        ).tolist()
+        columns["cycle_on_target"] = on_target(masks, batch.masks, batch.distractors).tolist()
     return columns
 
 
@@ -253,11 +247,9 @@ def sample_captions(
     uniforms = RowRNG(0, 0, 0, batch.index, G).uniforms(max_new_tokens)
     completions, captions = policy.complete(images, prompts, G, max_new_tokens, uniforms)
     rows = [i for i in range(len(batch)) for _ in range(G)]
-    queries = truncate_captions(policy, captions, max_new_tokens)
-    masks = segment_generated(policy, images, rows, queries, max_new_tokens).masks
+    masks = segment_model_captions(policy, images, rows, captions, max_new_tokens).masks
     targets = [batch.masks[i].to(policy.device) for i in rows]
-    spoken = torch.tensor([bool(phrase(text)) for text in captions])
-    iou = (mask_iou(masks, targets, 1.0).cpu() * spoken).view(-1, G)
+    iou = mask_iou(masks, targets).cpu().view(-1, G)
     return captions, iou, mean_logps(completions, G)
 
 

@@ -160,6 +160,36 @@ def segment_generated(
     return join(parts)
 
 
+def segment_model_captions(
+    policy: Sa2VAPolicy,
+    images: ImageFeatures,
+    image_index: Sequence[int],
+    captions: list[str],
+    max_new_tokens: int,
+    forced: bool = False,
+) -> RowMasks:
+    """Return the masks of captions that a model wrote, empty of a caption without words.
+
+    A model's text may grow when it is encoded again, beyond the model's context, so it is cut.
+
+    Args: forced: by the forced answer of `segment`, else by `segment_generated`.
+    """
+    spoken = [p for p, text in enumerate(captions) if phrase(text)]
+    index = [image_index[p] for p in spoken]
+    texts = truncate_captions(policy, [captions[p] for p in spoken], max_new_tokens)
+    if forced:
+        segmented = segment(policy, images, index, texts)
+    else:
+        segmented = segment_generated(policy, images, index, texts, max_new_tokens)
+    masks = [
+        torch.zeros(images.sizes[i], dtype=torch.bool, device=policy.device) for i in image_index
+    ]
+    confidence = [0.0] * len(captions)
+    for k, p in enumerate(spoken):
+        masks[p], confidence[p] = segmented.masks[k], segmented.confidence[k]
+    return RowMasks(masks, confidence)
+
+
 def region_grids(policy: Sa2VAPolicy, masks: list[torch.Tensor]) -> dict[int, torch.Tensor]:
     """Return {p: (g, g) bool region cells, on the CPU} of the masks[p] (H, W) that are not empty.
 

@@ -159,9 +159,7 @@ def salient(rows: AblatedRows) -> torch.Tensor:
 
 def hidden(rows: AblatedRows) -> torch.Tensor:
     """Return the task's reward with the masks that SAM2 draws without negative points."""
-    policy, rollout = rows.task.context.policy, rows.rollout
-    targets = rollout.of_rows([mask.to(policy.device) for mask in rollout.batch.masks])
-    iou = mask_iou(rows.outcome.masks_without_negatives, targets).cpu()
+    iou = mask_iou(rows.outcome.masks_without_negatives, rows.outcome.targets).cpu()
     return combine(rows.outcome.rewards | {"iou": iou}, rows.task.reward_weights)
 
 

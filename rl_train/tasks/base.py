@@ -22,6 +22,7 @@ from rl_train.roles import Roles
 from rl_train.rollout import Batch, RewardOutput, Rollout, SampledLatents
 from rl_train.utils.rng import RowRNG
 from sa2va_hf.batches import Prompts
+from sa2va_hf.to_device import to_device
 
 
 class LatentAction(Protocol):
@@ -118,6 +119,11 @@ class Task(Protocol):
 
     def prompts(self, batch: Batch, features: Features) -> Prompts:
         """Return one prompt for each sample of the batch, made by the policy."""
+
+    def true_masks(self, rollout: Rollout) -> list[torch.Tensor]:
+        """Return the N true regions (H, W) bool on the policy's device."""
+        device = self.context.policy.device
+        return rollout.of_rows([to_device(mask, device) for mask in rollout.batch.masks])
 
     def own_rewards(self, rollout: Rollout) -> RewardOutput:
         """Return the task's own rewards of a rollout, NaN where not scored. It is not written to.

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from rl_train.config.flags import WEIGHT, flag
 from rl_train.policies.sa2va_queries import caption_likelihood, describe, region_grids
 from rl_train.rewards import mask_iou
@@ -9,7 +11,6 @@ from rl_train.rewards.captions import CAPTION_REWARDS, caption_rewards
 from rl_train.rollout import RewardOutput, Rollout
 from rl_train.tasks.base import TaskContext
 from rl_train.tasks.mask_answers import FORM_REWARDS, MaskAnswers, MaskOptions
-from sa2va_hf.to_device import to_device
 
 
 class CaptionMaskCaption(MaskAnswers):
@@ -38,33 +39,45 @@ class CaptionMaskCaption(MaskAnswers):
 
         `caption_rewards` compare the teacher's caption of each mask with the prompt's caption; the
         likelihood is the teacher's, of the prompt's caption as a description of the mask. What has
-        no weight is not computed, and the teacher is asked for what is. Only the IoU with the
-        region is always measured; the reward sees it with a weight of --reward_weights. A row that
-        the judge gives NaN is not scored at all. See `complete` for further ones and for captions
-        that name nothing.
+        no weight is not computed. Only the IoU with the region is always measured; the reward sees
+        it with a weight of --reward_weights. A row that the judge gives NaN is not scored at all.
+        See `complete` for further ones and for captions that name nothing.
         """
-        context, policy = self.context, self.context.policy
-        captions, masks = rollout.of_rows(rollout.batch.captions), rollout.latents.masks
-        features, image, tokens = (
-            rollout.features,
-            rollout.prompts.image_index,
-            context.max_reply_tokens,
-        )
-        has_replies = bool(set(self.components) & set(CAPTION_REWARDS) or context.user_rewards)
-        has_likelihood, rewards, replies = "likelihood" in self.components, {}, []
-        if has_replies or has_likelihood:
-            # Computed once, for captions and likelihoods.
-            grids = region_grids(policy, masks)
+        replies, likelihood = self.ask_teacher(rollout)
+        return self.compare(rollout, replies, likelihood)
+
+    def ask_teacher(self, rollout: Rollout) -> tuple[list[str], torch.Tensor | None]:
+        """Return the teacher's captions of the N sampled masks, and the prompts' likelihoods (N,).
+
+        [] and None if no reward needs them.
+        """
+        context, policy, masks = self.context, self.context.policy, rollout.latents.masks
+        features, image = rollout.features, rollout.prompts.image_index
+        tokens, replies, likelihood = context.max_reply_tokens, [], None
+        needs_replies = bool(set(self.components) & set(CAPTION_REWARDS) or context.user_rewards)
+        needs_likelihood = "likelihood" in self.components
+        if needs_replies or needs_likelihood:
+            grids = region_grids(policy, masks)  # once, for captions and likelihoods
             with context.roles.use("teacher"):
-                if has_replies:
+                if needs_replies:
                     replies = describe(policy, features, image, masks, tokens, grids)
-                if has_likelihood:  # a GPU still computes it during METEOR
-                    rewards["likelihood"] = caption_likelihood(
+                if needs_likelihood:  # a GPU still computes it during METEOR
+                    captions = rollout.of_rows(rollout.batch.captions)
+                    likelihood = caption_likelihood(
                         policy, features, image, masks, captions, tokens, grids
                     )
-        targets = rollout.of_rows([to_device(mask, policy.device) for mask in rollout.batch.masks])
-        if has_replies:
-            rewards |= caption_rewards(self.components, captions, replies, context)
+        return replies, likelihood
+
+    def compare(
+        self, rollout: Rollout, replies: list[str], likelihood: torch.Tensor | None
+    ) -> RewardOutput:
+        """Compare the teacher's captions with the prompts', and the masks with the regions."""
+        captions, targets = rollout.of_rows(rollout.batch.captions), self.true_masks(rollout)
+        masks, rewards = rollout.latents.masks, {}
+        if likelihood is not None:
+            rewards["likelihood"] = likelihood
+        if replies:
+            rewards |= caption_rewards(self.components, captions, replies, self.context)
         rewards["iou"] = mask_iou(masks, targets)
         return RewardOutput(
             self.complete(rollout, rewards),

@@ -11,7 +11,6 @@ from rl_train.tasks.base import TaskContext
 from rl_train.tasks.mask_answers import MaskAnswers, MaskOptions
 from sa2va_hf.batches import ImageFeatures, Prompts
 from sa2va_hf.prompts import GROUNDED_CAPTION
-from sa2va_hf.to_device import to_device
 
 
 class GroundedCaptioning(MaskAnswers):
@@ -41,11 +40,10 @@ class GroundedCaptioning(MaskAnswers):
         counts "missing" and "surplus" ones too; "meteor" is of the caption without its tags, "iou"
         of the unions of the masks.
         """
-        policy, batch, latents = self.context.policy, rollout.batch, rollout.latents
-        targets = rollout.of_rows([to_device(mask, policy.device) for mask in batch.masks])
+        latents, targets = rollout.latents, self.true_masks(rollout)
         captions = [caption_of(text) for text in rollout.texts]
         rewards = dict(
-            meteor=meteor(rollout.of_rows(batch.captions), captions),
+            meteor=meteor(rollout.of_rows(rollout.batch.captions), captions),
             iou=mask_iou(latents.masks, targets),
         )
         return RewardOutput(

@@ -11,7 +11,6 @@ from rl_train.rewards.boxes import centre_closeness, mask_box_iou
 from rl_train.rollout import RewardOutput, Rollout
 from rl_train.tasks.base import TaskContext
 from rl_train.tasks.mask_answers import FORM_REWARDS, MaskAnswers, MaskOptions
-from sa2va_hf.to_device import to_device
 
 
 class Referring(MaskAnswers):
@@ -37,8 +36,7 @@ class Referring(MaskAnswers):
         boxes and the closeness of their centres. See `complete` for further ones and for phrases
         that name nothing.
         """
-        policy, latents = self.context.policy, rollout.latents
-        targets = rollout.of_rows([to_device(mask, policy.device) for mask in rollout.batch.masks])
+        latents, targets = rollout.latents, self.true_masks(rollout)
         rewards = {"iou": mask_iou(latents.masks, targets)}
         if "box_iou" in self.components:
             rewards["box_iou"] = mask_box_iou(latents.masks, targets)

@@ -9,6 +9,7 @@ from rl_train.evaluation import cycle_metrics
 from rl_train.evaluation.bootstrap import means, metrics_of
 from rl_train.evaluation.cycle_metrics import METRICS, measure_texts
 from rl_train.evaluation.evaluate import EvalSpec, _merge
+from rl_train.policies import sa2va_queries
 from rl_train.policies.sa2va_queries import RowMasks
 from rl_train.rewards import meteor
 from rl_train.rollout import Batch
@@ -24,9 +25,19 @@ def rectangle(height, width, shape=(10, 10)):
     return mask
 
 
+def finds(monkeypatch, masks: dict[str, torch.Tensor]):
+    """Let a model find masks[text] by a caption that it wrote."""
+
+    def segment(policy, images, image_index, captions, max_new_tokens):
+        return RowMasks([masks[text] for text in captions], [1.0] * len(captions))
+
+    monkeypatch.setattr(sa2va_queries, "segment_generated", segment)
+    monkeypatch.setattr(sa2va_queries, "truncate_captions", lambda policy, texts, _: texts)
+
+
 @pytest.fixture
 def measure_answers(monkeypatch):
-    """What is measured of two regions of 20 and 50 of 100 pixels.
+    """Measures of two regions of 20 and 50 of 100 pixels.
 
     A function of captions of the regions, masks found by these, masks of the true captions, the
     rows of these with [SEG], and replies; and the other regions.
@@ -38,17 +49,13 @@ def measure_answers(monkeypatch):
     def measure(captions, cycle_masks, masks, seg_rows, replies, distractors=None):
         batch.distractors = distractors
         described = iter([captions, replies])
-        answered = iter([(cycle_masks, [0, 1]), (masks, seg_rows)])
-
-        def answer(*_):
-            found, rows = next(answered)
-            return RowMasks(found, []), torch.tensor(rows, dtype=torch.long), None
-
+        answer = RowMasks(masks, []), torch.tensor(seg_rows, dtype=torch.long), None
         monkeypatch.setattr(cycle_metrics, "describe", lambda *_: next(described))
-        monkeypatch.setattr(cycle_metrics, "segment_by_own_answer", answer)
-        monkeypatch.setattr(cycle_metrics, "truncate_captions", lambda policy, texts, _: texts)
+        monkeypatch.setattr(cycle_metrics, "segment_by_own_answer", lambda *_: answer)
+        finds(monkeypatch, dict(zip(captions, cycle_masks)))
         spec = EvalSpec([None] * 2, 2, 8, 0, measure=cycle_metrics.measure)
-        return _merge([[spec.measure(policy, batch, None, 8)]], spec)
+        images = SimpleNamespace(sizes=batch.sizes)
+        return _merge([[spec.measure(policy, batch, images, 8)]], spec)
 
     return measure
 
@@ -115,7 +122,7 @@ def test_guards_by_hand(measure_answers):
 
 
 def test_whether_a_mask_lies_on_the_region_by_hand(measure_answers):
-    """Of 10 rows the regions are the first 2 and 5, the others the last 5 and 2."""
+    """The regions are the first 2 and 5 of 10 rows, the others the last 5 and 2."""
     below = ~rectangle(5, 10), ~rectangle(8, 10)
     found = measure_answers(
         ["", "dog"],
@@ -164,10 +171,9 @@ def test_the_best_of_sampled_captions_by_hand(monkeypatch):
         describe_prompts=lambda images, image, grids: (list(image), grids),
         complete=complete,
     )
-    masks = [rectangle(2, 10), rectangle(4, 10), rectangle(5, 10), rectangle(2, 10)]
-    monkeypatch.setattr(cycle_metrics, "segment_generated", lambda *_: RowMasks(masks, []))
-    monkeypatch.setattr(cycle_metrics, "truncate_captions", lambda policy, texts, _: texts)
-    images = SimpleNamespace(prompt_masks=["g", "h"])
+    rows = {"a cup": 2, "cup": 4, " ": 5, "dog": 2}
+    finds(monkeypatch, {text: rectangle(n, 10) for text, n in rows.items()})
+    images = SimpleNamespace(prompt_masks=["g", "h"], sizes=batch.sizes)
     found = cycle_metrics.measure_samples(policy, batch, images, 6, 2)
     assert found["best_of_G_cycle_iou"] == pytest.approx([1, 0.4])
     assert found["sampled_cycle_iou"] == pytest.approx([0.75, 0.2])

@@ -87,9 +87,11 @@ def test_captioning_by_cider_and_the_judge(model, batch):
 
 def test_loop_1_by_weights(model, batch, monkeypatch):
     """Weight 0 asks neither judge nor teacher; --use_llm_judge alone gives the judge a share."""
-    segment, asked = mask_caption_mask.segment, []
+    find, asked = mask_caption_mask.segment_model_captions, []
     monkeypatch.setattr(
-        mask_caption_mask, "segment", lambda *args: asked.append(1) or segment(*args)
+        mask_caption_mask,
+        "segment_model_captions",
+        lambda *args, **kwargs: asked.append(1) or find(*args, **kwargs),
     )
     judge, name = Judge(), "mask_caption_mask"
     weights = ("loop1.iou=1", "loop1.meteor=.25", "loop1.judge=.75")
@@ -108,7 +110,7 @@ def test_loop_1_by_weights(model, batch, monkeypatch):
 
 
 def test_loop_2_by_weights(model, batch, monkeypatch):
-    """What has no weight is not computed: neither the teacher's captions nor their likelihood."""
+    """Captions of the teacher and likelihoods without weight are not computed."""
     calls = []
     for function in ("describe", "caption_likelihood"):
         real = getattr(caption_mask_caption, function)

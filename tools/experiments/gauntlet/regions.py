@@ -9,15 +9,13 @@ import torch
 from tqdm import tqdm
 
 from rl_train.data.loader import eval_loader
-from rl_train.data.text import phrase
 from rl_train.distributed.process_group import raise_on_any_rank
 from rl_train.evaluation.best_of_n import mean_logps
 from rl_train.policies.sa2va_queries import (
     blank_features,
     caption_likelihood,
     describe,
-    segment_generated,
-    truncate_captions,
+    segment_model_captions,
 )
 from rl_train.rewards import mask_iou
 from rl_train.rewards.iou import on_target
@@ -124,19 +122,17 @@ class Regions:
     def _ask(self, part: int, pairs: list[tuple[int, str]]):
         batch, features = self.parts[part]
         index = [self.places[row][1] for row, _ in pairs]
-        texts = truncate_captions(self.policy, [text for _, text in pairs], self.tokens)
-        segmented = segment_generated(self.policy, features, index, texts, self.tokens)
+        texts = [text for _, text in pairs]
+        segmented = segment_model_captions(self.policy, features, index, texts, self.tokens)
         masks, confidence = segmented.masks, segmented.confidence
         targets = [batch.masks[i].to(self.policy.device) for i in index]
         ious = mask_iou(masks, targets).tolist()
         # The other objects are on the CPU, as the data set's masks are.
         others, own = ([values[i] for i in index] for values in (batch.distractors, batch.masks))
         is_on_target = on_target(masks, own, others).tolist()
-        for (row, text), iou, hit, sure, mask in zip(pairs, ious, is_on_target, confidence, masks):
-            spoken = bool(phrase(text))
-            self.heard[row, text] = Heard(
-                iou * spoken, hit * spoken, sure * spoken, mask.float().mean().item() * spoken
-            )
+        areas = [mask.float().mean().item() for mask in masks]
+        measures = zip(pairs, ious, is_on_target, confidence, areas)
+        self.heard |= {pair: Heard(*values) for pair, *values in measures}
 
     def blank_features(self) -> "ImageFeatures":
         """Return the features of a grey image, made once."""
