@@ -16,6 +16,7 @@ from rl_train.policies.sa2va_queries import (
     segment,
     segment_by_own_answer,
     segment_generated,
+    segment_model_captions,
     truncate_captions,
 )
 from sa2va_hf.processing_sa2va import region_grid
@@ -72,6 +73,22 @@ def test_a_question_about_junk_is_bounded(model, images):
         assert longest <= length + 4 < max(map(len, uncut.ids))  # one character cut in two
     words = ["The little RED circle.", "", "a dog"]
     assert truncate_captions(model, words, 8) == words
+
+
+@pytest.mark.parametrize("forced", [True, False])
+def test_a_caption_without_words_has_an_empty_mask(model, images, batch, forced):
+    """It is not asked about; a caption that is beyond the context is cut."""
+    captions = [batch.captions[0], " ", batch.captions[1], ".", "zebra " * 3000]
+    image = [0, 2, 1, 0, 3]
+    found = segment_model_captions(model, images, image, captions, STEPS, forced)
+    spoken = truncate_captions(model, [captions[p] for p in (0, 2, 4)], STEPS)
+    ask, tokens = (segment, ()) if forced else (segment_generated, (STEPS,))
+    alone = ask(model, images, [0, 1, 3], spoken, *tokens)
+    assert all_equal([found.masks[p] for p in (0, 2, 4)], alone.masks)
+    assert [found.confidence[p] for p in (0, 2, 4)] == alone.confidence
+    for p in (1, 3):
+        assert not found.masks[p].any() and found.masks[p].shape == images.sizes[image[p]]
+        assert found.confidence[p] == 0
 
 
 def test_a_mask_is_the_union_of_what_the_teacher_says(model, images, batch, monkeypatch):
