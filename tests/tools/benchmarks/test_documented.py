@@ -64,6 +64,7 @@ def tiny(command: str, device: str) -> list[str]:
 
 
 def test_pages_name_benchmarks():
+    assert any("--alternatives trl" in command for command in commands())
     assert {command.split()[0] for command in commands()} >= {"step", "decode", "memory", "scale"}
 
 
@@ -75,6 +76,8 @@ def in_this_process(command: list[str], **how):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 @pytest.mark.parametrize("command", commands())
 def test_a_command_of_a_page(command, device, tmp_path, monkeypatch, capsys):
+    if device == "cpu" and "--alternatives" in command:
+        pytest.skip("test_benchmark.py measures both ways on the CPU")
     monkeypatch.chdir(ROOT)  # `scale` starts processes that import the package
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     if device == "cpu":  # `scale`'s one process is this one: see test_benchmark.py
@@ -89,18 +92,3 @@ def test_a_command_of_a_page(command, device, tmp_path, monkeypatch, capsys):
 def test_modules_that_pages_name_have_tests_of_their_own():
     names = {name for page in PAGES for name in OTHERS.findall(page.read_text())}
     assert not [n for n in names if not Path(__file__).with_name(f"test_{n}.py").is_file()]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_step_of_the_4b_beside_trl(tmp_path, capsys):
-    """At the shapes that the command has by itself, 4B and 32 rows, but for captions of 32 tokens.
-
-    Each is one step: what they take is not compared. Micro-batches of 8 rows leave a card of 80 GB
-    room for the tests that run beside this one.
-    """
-    figures = tmp_path / "figures.json"
-    short = "--rounds 1 --warmup 1 --alternative_warmup 0 --flags --max_completion_length 32"
-    short += " --micro_batch_size 8"
-    __main__.main(f"step --output {figures} --alternatives trl {short}".split())
-    assert "times faster than trl" in capsys.readouterr().out
