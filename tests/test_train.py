@@ -180,7 +180,8 @@ def test_accumulation_is_a_larger_batch(data, tmp_path, loss_type):
         )
 
     assert sorted(map(key, rollouts(whole))) == sorted(map(key, rollouts(parts)))
-    assert distance(weights(whole, 2), weights(parts, 2)) < 1e-6
+    # Two steps move a weight by 2e-5. Sums in another order differ by what a CPU rounds.
+    assert distance(weights(whole, 2), weights(parts, 2)) < 4e-6
     for tag in (
         "lora",
         "mlp1",
