@@ -24,10 +24,17 @@ from rl_train.utils.command_line import FlagParser
 from rl_train.utils.io import check_writable, lock, read_json
 from sa2va_hf import hub
 
-# Flags of earlier versions that --reward_weights says as well.
-SAID_BY_WEIGHTS = {
-    "--likelihood_weight": "loop2.meteor=0.5 loop2.likelihood=0.5",
-    "--use_llm_judge_loop2": "loop2.meteor=0.25 loop2.judge=0.75",
+# Flags of earlier versions: {name: (value without effect, what to give instead)}.
+REMOVED = {
+    "likelihood_weight": (
+        0.0,
+        "give weights such as --reward_weights loop2.meteor=0.5 loop2.likelihood=0.5",
+    ),
+    "use_llm_judge_loop2": (
+        False,
+        "give weights such as --reward_weights loop2.meteor=0.25 loop2.judge=0.75",
+    ),
+    "entropy_coef": (0.0, "a larger --kl_coef or --temperature keeps answers varied"),
 }
 
 # Flags whose product stays the same at a resume: a step's samples depend on it.
@@ -98,8 +105,8 @@ def flags_elsewhere(tasks: dict[str, type], program: EntryPoint) -> dict[str, st
         if flag not in known
     }
     if "reward_weights" in known:
-        for flag, weights in SAID_BY_WEIGHTS.items():
-            elsewhere[flag] = f"no such flag, give weights such as --reward_weights {weights}"
+        for flag, (_, instead) in REMOVED.items():
+            elsewhere[f"--{flag}"] = f"no such flag, {instead}"
     return elsewhere
 
 
@@ -263,8 +270,13 @@ def check_same(file: Path, config: Config, flags: dict[str, Any], flag: str):
     before, absent = read_json(file), object()
     fixed = sorted(set(flags) - {"world_size"} - config.flags_with("free_on_resume").keys())
     differing = [name for name in fixed if before.get(name, absent) != flags[name]]
-    if differing:
-        pairs = [f"--{n} was {before.get(n, 'not a flag')}, now {flags[n]}" for n in differing]
+    pairs = [f"--{n} was {before.get(n, 'not a flag')}, now {flags[n]}" for n in differing]
+    pairs += [
+        f"--{name} was {before[name]}, which is a flag no more"
+        for name, (without_effect, _) in REMOVED.items()
+        if before.get(name, without_effect) != without_effect
+    ]
+    if pairs:
         raise ValueError(
             f"{flag} holds a run of another config: {', '.join(pairs)}; give the earlier values, "
             "or another --output_dir"

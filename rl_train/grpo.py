@@ -240,18 +240,6 @@ def _row_mean(values: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     return torch.where(valid, values, 0.0).sum(1) / valid.sum(1).clamp(min=1)
 
 
-def mean_entropy(
-    entropy: torch.Tensor, valid: torch.Tensor, num_tokens: float | None = None
-) -> torch.Tensor:
-    """Return the sum of the valid tokens' entropies (N, T) divided by num_tokens.
-
-    Args:
-        num_tokens: by default the number of valid tokens.
-    """
-    total = torch.where(valid, entropy, 0.0).sum()
-    return total / (valid.sum().clamp(min=1) if num_tokens is None else num_tokens)
-
-
 def gaussian_logp_per_dim(
     z: torch.Tensor, mean: torch.Tensor, sigma: float, factor: torch.Tensor | None = None
 ) -> torch.Tensor:

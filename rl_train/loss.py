@@ -14,7 +14,7 @@ import torch
 from rl_train.config.grpo_config import LossConfig
 from rl_train.distributed import process_group
 from rl_train.engine import ScoreOutput
-from rl_train.grpo import LOSSES, divide_by_std, grpo_loss, k3_kl, mean_entropy
+from rl_train.grpo import LOSSES, divide_by_std, grpo_loss, k3_kl
 from rl_train.policies.base import Policy
 from rl_train.rollout import RewardOutput, Rollout
 from rl_train.utils.nan_check import NanWatcher
@@ -81,12 +81,12 @@ class ScoredRollout:
     def groups_in_update(self, config: LossConfig) -> list[int]:
         """Return the groups whose rows have a gradient; one that is replaced has none.
 
-        One without a signal (`groups_that_differ`) has none if its loss has no other term: no KL,
-        no entropy bonus, and no supervised term of the task's action.
+        One without a signal (`groups_that_differ`) has none if its loss has no other term: no KL
+        and no supervised term of the task's action.
         """
         action = self.task.action
         is_supervised = action is not None and action.has_supervised_term
-        learns_anyway = config.kl_coef or config.entropy_coef or is_supervised
+        learns_anyway = config.kl_coef or is_supervised
         differ = enumerate(self.groups_that_differ)
         return [
             group
@@ -284,8 +284,7 @@ class MicroBatchLoss(torch.nn.Module):
         """
         scored, rows = micro_batch.scored, micro_batch.rows
         denominators = micro_batch.denominators
-        entropy_gradient = self.config.entropy_coef > 0
-        scores = self.policy.score(scored.rollout, rows, entropy_gradient=entropy_gradient)
+        scores = self.policy.score(scored.rollout, rows)
         loss, statistics = self._text_loss(scored, rows, scores, denominators)
         if scored.task.action:
             action_terms, action_statistics = scored.task.action.loss(
@@ -334,10 +333,6 @@ class MicroBatchLoss(torch.nn.Module):
             num_tokens=denominators.tokens,
         )
         loss = fraction * loss
-        if config.entropy_coef:
-            loss = loss - config.entropy_coef * mean_entropy(
-                scores.entropy, valid, denominators.tokens
-            )
         tokens = stats["tokens"]
         # Equal outside of `valid`, where there is no gap.
         scorer_logp = torch.where(valid, logp.detach(), 0.0)
@@ -346,7 +341,7 @@ class MicroBatchLoss(torch.nn.Module):
         statistics = dict(
             policy_loss=fraction * stats["policy_loss"],
             clip_frac=(stats["clip_low"] + stats["clip_high"], tokens),
-            entropy=((scores.entropy.detach() * valid).sum(), tokens),
+            entropy=((scores.entropy * valid).sum(), tokens),
             sampler_gap=gap.max(),
             sampler_gap_mean=(gap.sum(), tokens),
             sampler_k3=(k3_kl(sampler_logp, scorer_logp).sum(), tokens),

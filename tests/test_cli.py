@@ -96,7 +96,6 @@ def test_flag_that_is_needed(complaint, name):
         ("seed", -1),
         ("seed", 2**63),
         ("scale_rewards", "std"),
-        ("entropy_coef", -0.1),
         ("overlong_buffer", -1),
     ],
 )

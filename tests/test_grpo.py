@@ -127,16 +127,6 @@ def test_kl_is_added_by_the_same_average(loss_type):
     )  # a sum over valid tokens, whatever the loss
 
 
-def test_the_mean_entropy_is_of_tokens():
-    """Of 1 2 3 | 4 0 | nothing: 10 over 5 tokens, or over those of the step."""
-    entropy = torch.tensor([[1.0, 2, 3], [4, 0, NAN], [NAN, 7, 7]], requires_grad=True)
-    found = grpo.mean_entropy(entropy, VALID)
-    found.backward()
-    assert found == 2 and torch.equal(entropy.grad, VALID / 5)
-    assert grpo.mean_entropy(entropy, VALID, num_tokens=20.0) == 0.5
-    assert grpo.mean_entropy(entropy, VALID & False) == 0
-
-
 def test_kl_gradient_reaches_the_policy():
     # d k3 / d logp = 1 - e^d: 1 - 2 = -1 and 1 - 1/2; advantages 0 leave nothing else. 5 tokens.
     loss, _, logp = loss_of("dapo", kl_coef=1.0, advantages=torch.zeros(3))

@@ -82,19 +82,6 @@ def test_loss_gradient_and_metrics(trainer_of, loss_type, kl_coef):
     print(f"{loss_type}, KL {kl_coef}: loss within {worst[0]:.1e}, gradient within {worst[1]:.1e}")
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "cispo"])
-def test_the_entropy_bonus(trainer_of, loss_type):
-    options = dict(gradient_accumulation_steps=1, entropy_coef=0.3)
-    trainer = trainer_of(**options, **trl_options(loss_type))
-    logp, old, _, advantages, valid = tensors(0)
-    entropy = tensors(1)[0].abs()
-    expected, _ = trl_loss(trainer, logp, old, None, advantages, valid, entropy=entropy)
-    ours, _ = grpo.grpo_loss(logp, old, None, advantages, valid, **our_options(loss_type))
-    bonus = 0.3 * grpo.mean_entropy(entropy, valid)
-    assert bonus > 0.1
-    torch.testing.assert_close(ours - bonus, expected, **CLOSE)
-
-
 @pytest.mark.parametrize("loss_type", ["dapo", "cispo"])
 def test_micro_batches_add_up_to_the_same(trainer_of, loss_type):
     options = dict(gradient_accumulation_steps=2) | trl_options(loss_type)

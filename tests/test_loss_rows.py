@@ -21,7 +21,6 @@ from tests.updates import (
     POLICY_ALONE,
     backward,
     largest_difference,
-    mean,
     moved,
     reference_of,
     roll,
@@ -78,7 +77,7 @@ def test_masked_rows_leave_the_loss_as_rows_without_reward_do(model, rollouts):
     for loop in (1, 2):
         task = task_of(model, loop, **(dict(mask_loss_coef=0.1) if loop == 2 else {}))
         work = work_of(model, task, rollouts[loop], torch.tensor([0.7, 50.0, -0.7, 0.7]))
-        config = LossConfig(kl_coef=0.1, entropy_coef=0.05)
+        config = LossConfig(kl_coef=0.1)
         cut = replace(
             work, rollout=replace(work.rollout, stopped=kept), mask_truncated_completions=True
         )
@@ -130,11 +129,10 @@ def test_a_group_of_equal_rewards_costs_no_backward_and_changes_no_gradient(
 
 
 def test_a_group_of_equal_rewards_stays_where_another_term_learns_from_it(model, rollouts):
-    """The KL, the entropy bonus or loop 2's mask term; then the very same rollout is returned."""
+    """The KL or loop 2's mask term; then the very same rollout is returned."""
     advantages = torch.tensor([0.7, -0.7, 0, 0])
     for config, options in (
         (LossConfig(kl_coef=0.1), {}),
-        (LossConfig(kl_coef=0, entropy_coef=0.1), {}),
         (POLICY_ALONE, dict(mask_loss_coef=0.1)),
     ):
         work = work_of(model, task_of(model, 2, **options), rollouts[2], advantages)
@@ -228,31 +226,3 @@ def test_dr_grpo_without_a_scale_is_dr_grpo():
     loss.backward()
     expected = torch.tensor([[0.4, 0.4, 0.4], [-0.4, 0, 0], [0, 0, 0], [0, 0, 0]]) / (4 * longest)
     torch.testing.assert_close(logp.grad, expected)
-
-
-# --entropy_coef
-
-
-def test_the_entropy_is_raised(model, rollouts):
-    """A step along the bonus's gradient alone raises it; without the bonus it has none."""
-    work = work_of(model, task_of(model, 1), rollouts[1], torch.zeros(4))
-    none, sums, _ = backward(model, work, POLICY_ALONE)
-    assert not any(g.any() for g in none.values())
-    before = mean(sums["entropy"])
-    for loss_type, size in (("dr_grpo", 4), ("grpo", 3), ("dapo", 1)):  # whatever the loss
-        config = LossConfig(loss_type=loss_type, kl_coef=0, entropy_coef=0.5)
-        gradients, with_bonus, loss = backward(model, work, config, micro_batch_size=size)
-        assert mean(with_bonus["entropy"]) == pytest.approx(before, rel=1e-5)
-        assert loss == pytest.approx(-0.5 * before, rel=1e-4)  # the mean over the step's tokens
-        assert with_bonus["policy_loss"] == 0
-    step = 1e-4 / max(g.abs().max().item() for g in gradients.values())
-    saved = {n: p.detach().clone() for n, p in model.trainable.items()}
-    with torch.no_grad():
-        for n, p in model.trainable.items():
-            p -= step * gradients[n]
-        square = sum(g.double().square().sum().item() for g in gradients.values())
-    after = mean(backward(model, work, POLICY_ALONE)[1]["entropy"])
-    with torch.no_grad():
-        for n, p in model.trainable.items():
-            p.copy_(saved[n])
-    assert after - before == pytest.approx(2 * step * square, rel=0.1)  # the slope is -1/2 of it

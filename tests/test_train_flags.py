@@ -47,7 +47,7 @@ def test_remedies_of_one_run(data, tmp_path, monkeypatch):
 
     monkeypatch.setattr(MicroBatchLoss, "forward", watched)
     flags = dict(mask_truncated_completions="", overlong_buffer=4)
-    flags |= dict(scale_rewards="batch", entropy_coef=0.01, temperature=2, num_generations=4)
+    flags |= dict(scale_rewards="batch", temperature=2, num_generations=4)
     how = dict(gradient_accumulation_steps=2, batch_size=1, max_steps=1, save_steps=1)
     output = run(data, tmp_path, **flags, **how)
     lines, cut = rollouts(output), 0

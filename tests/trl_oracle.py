@@ -91,10 +91,9 @@ def tensors(seed, whole_rows=False):
     return old + 0.3 * normal(N, T), old, old + 0.5 * normal(N, T), normal(N), valid
 
 
-def trl_loss(trainer, logp, old, ref, advantages, valid, num_tokens=None, entropy=None):
+def trl_loss(trainer, logp, old, ref, advantages, valid, num_tokens=None):
     """TRL's loss and its metrics, for log-probs that are given."""
-    entropy = 0 * logp if entropy is None else entropy
-    trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (logp, entropy, None)
+    trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (logp, 0 * logp, None)
     ones = torch.ones(len(logp), 1, dtype=torch.long)
     inputs = dict(
         prompt_ids=ones,

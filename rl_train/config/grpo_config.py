@@ -358,7 +358,6 @@ class LossConfig:
         "leave answers cut at --max_completion_length out of the loss; their rewards still count "
         "in the statistics of their group",
     )
-    entropy_coef: float = flag(0.0, "weight of an entropy bonus, the mean over tokens", type=WEIGHT)
     clip_range: float | None = flag(
         None,
         "how far below 1 the ratio of new to old probability may lie before it is clipped; at "

@@ -24,7 +24,7 @@ class ScoreOutput:
     """Log-probs, entropies and hidden states of n scored rows."""
 
     logp: torch.Tensor  # (n, T), 0 where not valid
-    entropy: torch.Tensor  # (n, T), detached unless asked, 0 where not valid
+    entropy: torch.Tensor  # (n, T), detached, 0 where not valid
     hidden: torch.Tensor  # (P, S, C) last hidden states, as the model returns them
     packed: Packed
 
@@ -161,7 +161,6 @@ class Engine:
         ids: torch.Tensor,
         valid: torch.Tensor,
         position_ids: torch.Tensor | None = None,
-        entropy_gradient: bool = False,
     ) -> ScoreOutput:
         """Return log-probs of n answers, with gradient, by one forward over prompts and answers.
 
@@ -170,7 +169,6 @@ class Engine:
             prompt: (n,) prompt of each row, not decreasing.
             ids, valid: (n, T) tokens and which of them are the answer; those of a row come first.
             position_ids: (A, P, L) of the prompts; default counts the attended tokens.
-            entropy_gradient: whether the entropies carry gradient too.
         """
         model, device = self.language_model, embeds.device
         prompt, ids, valid = (t.cpu() for t in (prompt, ids, valid))
@@ -194,7 +192,7 @@ class Engine:
         # Back to rows: (m,) -> (n, T), by indices that were made on the CPU.
         logp, entropy = (
             values.new_zeros(ids.numel()).index_copy(0, valid_indices, values).view(ids.shape)
-            for values in self._token_logps(predicting, target_ids, fused, entropy_gradient)
+            for values in self._token_logps(predicting, target_ids, fused)
         )
         return ScoreOutput(logp, entropy, hidden, packed)
 
@@ -242,7 +240,7 @@ class Engine:
                 "--max_completion_length"
             )
 
-    def _token_logps(self, hidden, ids, fused, entropy_gradient=False):
+    def _token_logps(self, hidden, ids, fused):
         weight = self.language_model.lm_head.weight  # (V, C)
         matrix = weight if fused is None else fused.padded_head
         hidden = self.head_norm(hidden) if self.head_norm else hidden
@@ -252,7 +250,6 @@ class Engine:
             to_device(ids, hidden.device),
             temperature=self.temperature,
             vocabulary=len(weight),
-            entropy_gradient=entropy_gradient,
         )
 
 

@@ -32,13 +32,13 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a.float() @ b.float()  # torch's own has no kernel for the CPU
 
 
-def _read(logits, ids, temperature, vocabulary, dtype=None, derivatives=0):
-    """Return log-probs (c,) of ids (c,), entropies (c,), and derivatives (c, V) by logits / T.
+def _read(logits, ids, temperature, vocabulary, derivative_dtype=None):
+    """Return log-probs (c,) of ids (c,), entropies (c,) and, in a dtype, d logp / d logits * T.
 
     The distribution is softmax(logits / T), T the temperature, of logits (c, at least V).
 
     Args:
-        derivatives: 0 none, 1 of the log-probs, 2 of the entropies too; in `dtype`.
+        derivative_dtype: of the derivatives (c, V); None: leave them out.
     """
     column, token = torch.arange(logits.shape[1], device=logits.device), ids[:, None]
     scaled = logits if temperature == 1 else logits / temperature
@@ -46,17 +46,15 @@ def _read(logits, ids, temperature, vocabulary, dtype=None, derivatives=0):
         scaled = torch.where(column < vocabulary, scaled, NEVER)
     scaled = scaled.log_softmax(-1)
     logp, p = scaled.gather(1, token)[:, 0], scaled.exp()
-    terms = scaled * p
-    results = [logp, -terms.sum(-1)]
+    results = [logp, -(scaled * p).sum(-1)]
+    if derivative_dtype is None:
+        return results
     # d logp / d scaled = onehot(token) - p
-    if derivatives > 0 and p.is_cuda:  # fused by the compiler
-        results.append(((column == token).float() - p).to(dtype))
-    elif derivatives > 0:
-        results.append(p.neg().scatter_add_(1, token, torch.ones_like(p[:, :1])).to(dtype))
-    # d H / d scaled = -p (log p + H)
-    if derivatives > 1:
-        results.append(terms.addcmul_(p, results[1][:, None]).neg_().to(dtype))
-    return results
+    if p.is_cuda:  # fused by the compiler
+        by_scaled = (column == token).float() - p
+    else:
+        by_scaled = p.neg().scatter_add_(1, token, torch.ones_like(p[:, :1]))
+    return [*results, by_scaled.to(derivative_dtype)]
 
 
 @functools.cache
@@ -77,37 +75,36 @@ class _TokenLogps(torch.autograd.Function):
         ids: torch.Tensor,
         temperature: float,
         vocabulary: int,
-        entropy_gradient: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert not ctx.needs_input_grad[1], "lm_head is frozen: no gradient is computed for it"
         logp, entropy = (hidden.new_empty(len(ids), dtype=torch.float32) for _ in range(2))
-        # Derivatives (m, C) by hidden: of the log-probs, and of the entropies if asked for.
-        num_derivatives = ctx.needs_input_grad[0] * (1 + entropy_gradient)
-        derivatives = [
-            torch.empty_like(hidden, dtype=torch.float32) for _ in range(num_derivatives)
-        ]
+        by_hidden = derivative_dtype = None
+        if ctx.needs_input_grad[0]:
+            by_hidden = torch.empty_like(hidden, dtype=torch.float32)  # d logp / d hidden, (m, C)
+            derivative_dtype = weight.dtype
         read = _compiled() if hidden.is_cuda else _read
         for start in range(0, len(ids), rows := max(1, CHUNK // len(weight))):
             chunk = slice(start, start + rows)
             logits = product(hidden[chunk], weight.t())  # (c, V)
-            logp[chunk], entropy[chunk], *slopes = read(
-                logits, ids[chunk], temperature, vocabulary, weight.dtype, num_derivatives
+            logp[chunk], entropy[chunk], *by_logits = read(
+                logits, ids[chunk], temperature, vocabulary, derivative_dtype
             )
-            # The chain rule through logits = hidden W^T / temperature; the logits are dropped then.
-            for result, by_logits in zip(derivatives, slopes):
-                result[chunk] = product(by_logits, weight).div_(temperature)
-        ctx.save_for_backward(*derivatives)
+            if by_logits:
+                # The chain rule through logits = hidden W^T / temperature; the logits are dropped.
+                by_hidden[chunk] = product(by_logits[0], weight).div_(temperature)
+        ctx.save_for_backward(by_hidden)
         ctx.dtype = hidden.dtype
-        if not entropy_gradient:
-            ctx.mark_non_differentiable(entropy)
+        ctx.mark_non_differentiable(entropy)
         return logp, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, *d: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: FunctionCtx, by_logp: torch.Tensor, _: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         # Each row's derivative is known: only the incoming scalar (m,) is missing.
-        d = sum(by_value[:, None] * slope for by_value, slope in zip(d, ctx.saved_tensors))
-        return d.to(ctx.dtype), *[None] * 5
+        (by_hidden,) = ctx.saved_tensors
+        return (by_logp[:, None] * by_hidden).to(ctx.dtype), *[None] * 4
 
 
 def token_logps(
@@ -116,9 +113,8 @@ def token_logps(
     ids: torch.Tensor,
     temperature: float,
     vocabulary: int,
-    entropy_gradient: bool = False,
 ):
-    """Return log-probs (m,) of `ids` (m,) and entropies (m,) in nats, both float32.
+    """Return log-probs (m,) of `ids` (m,) and detached entropies (m,) in nats, both float32.
 
     The distribution is softmax(hidden @ weight.T / temperature). At most CHUNK logits are held at a
     time, forward and backward.
@@ -128,12 +124,11 @@ def token_logps(
         weight: (at least V, C) of lm_head; products are computed in its dtype. If it trains, as in
             supervised training, autograd computes its gradient.
         vocabulary: V; rows of `weight` beyond it are zeros that align the matrix.
-        entropy_gradient: whether the entropies carry gradient too; else they are detached.
     """
     if weight.requires_grad:
         logp, entropy = _trained_token_logps(hidden, weight[:vocabulary], ids, temperature)
-        return logp, entropy if entropy_gradient else entropy.detach()
-    return _TokenLogps.apply(hidden, weight, ids, temperature, vocabulary, entropy_gradient)
+        return logp, entropy.detach()
+    return _TokenLogps.apply(hidden, weight, ids, temperature, vocabulary)
 
 
 def _trained_token_logps(hidden, weight, ids, temperature):

@@ -115,21 +115,16 @@ class Policy(Protocol):
         rows = prompts.repeat(num_generations)
         return Rollout(batch, features, rows, texts, num_generations, **vars(completions))
 
-    def score(
-        self, rollout: Rollout, rows: slice = slice(None), entropy_gradient: bool = False
-    ) -> ScoreOutput:
+    def score(self, rollout: Rollout, rows: slice = slice(None)) -> ScoreOutput:
         """Score n rows' sampled tokens by a full forward: .logp (n, T) with gradient and .entropy.
 
         The forward sees the image features, which stand in for pixel_values where no vision encoder
         trains, and the prompts with their prompt masks (Sa2VA's regions).
 
-        Neighbouring rows of one prompt share its forward. `entropy_gradient`: keep the gradient of
-        the entropy too.
+        Neighbouring rows of one prompt share its forward.
         """
         prompts = rollout.prompts.select(range(len(rollout))[rows])
-        return self.score_answers(
-            rollout.features, prompts, rollout.ids[rows], rollout.valid[rows], entropy_gradient
-        )
+        return self.score_answers(rollout.features, prompts, rollout.ids[rows], rollout.valid[rows])
 
     def score_answers(
         self,
@@ -137,7 +132,6 @@ class Policy(Protocol):
         prompts: Prompts,
         ids: torch.Tensor,
         valid: torch.Tensor,
-        entropy_gradient: bool = False,
     ) -> ScoreOutput:
         """Score answers as `score` does: tokens ids (n, T) where valid (n, T), to n prompts."""
         prompts, prompt_index = prompts.distinct()  # rows of one prompt share its forward
@@ -150,7 +144,6 @@ class Policy(Protocol):
                 ids,
                 valid,
                 position_ids=positions,
-                entropy_gradient=entropy_gradient,
             )
 
 

@@ -21,7 +21,7 @@ from rl_train.run.error_report import remedy
 from rl_train.sft import SFT
 from rl_train.tasks import TASKS, PointSegmentation
 from rl_train.utils.command_line import FlagParser
-from rl_train.utils.io import read_json
+from rl_train.utils.io import read_json, write_json
 from tests.runs import CHECKPOINT, ROOT, complaint_of, flags, unmeasured
 
 one_core = pytest.fixture(autouse=True)(unmeasured)
@@ -123,6 +123,7 @@ def test_supervised_training_has_the_aliases_of_its_flags():
             "rl_train: --use_llm_judge_loop2: no such flag, give weights such as --reward_weights "
             "loop2.meteor=0.25 loop2.judge=0.75",
         ),
+        (["--entropy_coef", "0.01"], "no such flag, a larger --kl_coef or --temperature keeps"),
         (["beta"], "rl_train: beta: neither a flag nor the value of one"),
         (["--answer_style", "points"], "--answer_style: only with --tasks point_segmentation"),
         (["--sam_path", "x"], "--sam_path: only with --tasks point_segmentation"),
@@ -131,6 +132,15 @@ def test_supervised_training_has_the_aliases_of_its_flags():
 def test_an_unknown_flag_is_refused_with_a_similar_one(data, tmp_path, capsys, words, sentence):
     said = complaint_of(capsys, [*flags(data, tmp_path / "run"), *words])
     assert sentence in said
+
+
+def test_a_run_with_a_flag_that_is_gone_is_not_resumed_without_it(data, tmp_path):
+    config = cli.parse([*flags(data, tmp_path / "run"), "--resume"])
+    write_json(tmp_path / "run" / "config.json", config.flags | dict(entropy_coef=0.0))
+    cli.check_output_dir(config, config.flags)
+    write_json(tmp_path / "run" / "config.json", config.flags | dict(entropy_coef=0.01))
+    with pytest.raises(ValueError, match="--entropy_coef was 0.01, which is a flag no more"):
+        cli.check_output_dir(config, config.flags)
 
 
 # Kinds of fields

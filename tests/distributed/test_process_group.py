@@ -38,9 +38,7 @@ def two_of(folder, job):
 # What is counted over ranks besides, in the two that train one loop alone.
 REMEDIES = {
     (0, 1): dict(scale_rewards="batch"),
-    (1, 0): dict(
-        scale_rewards="batch", mask_truncated_completions="", entropy_coef=0.01, overlong_buffer=12
-    ),
+    (1, 0): dict(scale_rewards="batch", mask_truncated_completions="", overlong_buffer=12),
 }
 
 

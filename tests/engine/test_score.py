@@ -85,30 +85,6 @@ def test_equals_the_plain_forward(engine, way, checkpointing):
     assert_alike(engine, way, (7, 5, 9), [0, 0, 0, 1, 1, 1, 2, 2, 2], *inputs)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_entropy_carries_gradient_if_asked(engine, way, checkpointing):
-    """That of all logits by autograd, at all LoRA weights and the prompts."""
-    engine.gradient_checkpointing = checkpointing
-    llm, (ids, valid) = engine.language_model, answers([7, 0, 1, 4], 7)
-    embeds, mask = prompts(llm, (7, 5))
-    prompt, embeds = torch.tensor([0, 0, 1, 1]), embeds.requires_grad_()
-    whole = torch.cat([mask[prompt], valid.to(mask.dtype)], dim=1)
-    hidden = hidden_states(llm, follow(llm, embeds[prompt], ids), whole, positions(whole))
-    every = torch.log_softmax(llm.lm_head(hidden[:, 6:-1]) / TEMPERATURE, -1)
-    expected = torch.where(valid, -(every.exp() * every).sum(-1), 0.0)
-    with way(engine):
-        found = engine.score(embeds, mask, prompt, ids, valid, entropy_gradient=True)
-        torch.testing.assert_close(found.entropy, expected, atol=1e-5, rtol=0)
-        slope = make(*valid.shape, dtype=torch.float32, seed=1)
-        leaves = [*trained(llm).values(), embeds]
-        right, its = (
-            torch.autograd.grad((slope * entropy).sum(), leaves)
-            for entropy in (expected, found.entropy)
-        )
-    for f, r in zip(its, right, strict=True):
-        assert r.norm() > 0 and (f - r).norm() <= 1e-4 * r.norm()
-
-
 @pytest.mark.parametrize(
     "lengths, num_tokens",
     [([4] * 6, 4), ([1] * 6, 1), ([1] * 6, 3), ([0, 0, 0, 2, 0, 3], 3)],

@@ -100,9 +100,7 @@ class FullPoints(ForcedPoints):
         prompts: Prompts,
         ids: torch.Tensor,
         valid: torch.Tensor,
-        entropy_gradient: bool = False,
     ) -> FullScores:
-        assert not entropy_gradient, "--entropy_coef is not measured"
         layers = self.model.vlm.model.language_model.layers
         for layer in layers:  # recomputed in training mode, which here turns no dropout on
             layer.training = self.engine.gradient_checkpointing and torch.is_grad_enabled()

@@ -139,9 +139,7 @@ class FullPolicy(ForcedPolicy):
         prompts: Prompts,
         ids: torch.Tensor,
         valid: torch.Tensor,
-        entropy_gradient: bool = False,
     ) -> FullAnswers:
-        assert not entropy_gradient, "--entropy_coef is not measured"
         with self.autocast():
             embeds, mask, _ = self.embed(images, prompts, ids.shape[1])
             return self.engine.score(embeds, mask, None, ids, valid)
