@@ -3,14 +3,16 @@
 import argparse
 import math
 import os
+import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rl_train.checkpoint.record import find_in_the_way
 from rl_train.config.flags import add_flags, flag_fields, flag_name, has_flag, read_flags
 from rl_train.config.grpo_config import CONFIG_CLASSES, Config
+from rl_train.config.saved import NOT_TAKEN, REMOVED, Taken, read_saved, take_saved
 from rl_train.data.dataset_flags import dataset_openers, eval_entry
 from rl_train.distributed.process_group import (
     RankError,
@@ -23,19 +25,6 @@ from rl_train.tasks import DEFAULT_TASKS, TASKS, load_task
 from rl_train.utils.command_line import FlagParser
 from rl_train.utils.io import check_writable, lock, read_json
 from sa2va_hf import hub
-
-# Flags of earlier versions: {name: (value without effect, what to give instead)}.
-REMOVED = {
-    "likelihood_weight": (
-        0.0,
-        "give weights such as --reward_weights loop2.meteor=0.5 loop2.likelihood=0.5",
-    ),
-    "use_llm_judge_loop2": (
-        False,
-        "give weights such as --reward_weights loop2.meteor=0.25 loop2.judge=0.75",
-    ),
-    "entropy_coef": (0.0, "a larger --kl_coef or --temperature keeps answers varied"),
-}
 
 # Flags whose product stays the same at a resume: a step's samples depend on it.
 PROMPTS_PER_STEP_FACTORS = ("batch_size", "gradient_accumulation_steps", "world_size")
@@ -117,9 +106,10 @@ def config_classes(tasks: dict[str, type], program: EntryPoint) -> dict[type, st
 
 
 def tasks_parser(program: EntryPoint) -> FlagParser:
-    """Return the parser of --tasks alone, on which the other flags depend."""
+    """Return the parser of --tasks and --config, on which the other flags depend."""
     parser = FlagParser(program.name, add_help=False)
-    parser.group("tasks").add_argument(
+    group = parser.group("tasks, and flags from a file")
+    group.add_argument(
         "--tasks",
         nargs="+",
         default=list(program.default_tasks),
@@ -127,18 +117,40 @@ def tasks_parser(program: EntryPoint) -> FlagParser:
         help=f"tasks to train, of {', '.join(program.tasks)}, or module:Class of your own "
         "(docs/extending.md); each adds its flags",
     )
+    group.add_argument(
+        "--config",
+        metavar="FILE",
+        help="take flags from another run's folder or config.json, or from YAML of `flag: value`; "
+        f"those of the command line go first. Not taken: {', '.join(NOT_TAKEN)}",
+    )
     return parser
 
 
 def parse(argv: list[str] | None = None, program: EntryPoint = GRPO) -> Config:
     """Return the checked config of a command line; a wrong value exits with one sentence."""
     argv = sys.argv[1:] if argv is None else argv
-    names = tasks_parser(program).parse_known_args(argv)[0].tasks
+    first, taken = tasks_parser(program).parse_known_args(argv)[0], None
     try:
+        saved = read_saved(first.config) if first.config else None
+        names = first.tasks
+        if saved and not {"--tasks"} & {word.partition("=")[0] for word in argv}:
+            names = saved.task_names() or names
+            taken = Taken(saved.file, ("tasks",), "")
         tasks = {name: load_task(name, program.tasks) for name in names}
-        return checked(build_parser(tasks, program).parse_args(argv), tasks, program)
+        parser = build_parser(tasks, program)
+        taken = take_saved(parser, saved, argv) if saved else None
+        args = parser.parse_args(argv)
+        del args.config
+        return replace(checked(args, tasks, program), taken=taken)
     except ValueError as error:
-        raise SystemExit(f"rl_train: {error}") from error
+        raise SystemExit(f"rl_train: {with_origin(str(error), taken)}") from error
+
+
+def with_origin(sentence: str, taken: Taken | None) -> str:
+    """Return a sentence about a flag, with the file that the flag's value is of."""
+    flag = re.match(r"--(\w+)", sentence)
+    is_taken = taken and flag and flag[1] in taken.names
+    return f"{sentence} (--{flag[1]} is of --config {taken.file})" if is_taken else sentence
 
 
 def parse_together(argv: list[str] | None = None, program: EntryPoint = GRPO) -> Config:

@@ -19,6 +19,7 @@ from rl_train.config.flags import (
     flag,
     flags_with,
 )
+from rl_train.config.saved import Taken
 from rl_train.data.registry import DATASETS, dataset_name
 from rl_train.grpo import LOSSES, SCALES, clip_window
 from rl_train.rewards.ablations import ABLATION_HELP, ABLATION_REWARDS
@@ -582,6 +583,7 @@ class Config:
     tasks: dict[str, Any]  # {the same name: its Options}
     flags: dict[str, Any]  # every flag, as config.json has them
     declared_in: tuple[type, ...]  # the config classes of these flags, in order
+    taken: Taken | None = None  # flags of --config
 
     @property
     def samples_answers(self) -> bool:

@@ -42,6 +42,8 @@ def start_run(config: Config, ranks: RankInfo) -> Run:
         ValueError: names the flag or file that is wrong.
     """
     print0(messages.machine(ranks))
+    if config.taken:
+        print0(config.taken.sentence)
     messages.print_warning(messages.unused_gpu(ranks))
     config = replace(config, policy=download_models(config.policy))
     check_model(config.policy, families_of(config.task_classes))

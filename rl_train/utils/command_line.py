@@ -97,14 +97,15 @@ class FlagParser(argparse.ArgumentParser):
         flags = [word.partition("=")[0] for word in own if word.startswith("--")]
         unknown = [flag for flag in flags if flag not in self._option_string_actions]
         if unknown:
-            self.error("; ".join(map(self._unknown_flag, dict.fromkeys(unknown))))
+            self.error("; ".join(map(self.unknown_flag, dict.fromkeys(unknown))))
 
     def print_help(self, file: TextIO | None = None):
         """Print the help, on a machine's first rank alone."""
         if os.environ.get("LOCAL_RANK", "0") == "0":
             super().print_help(file)
 
-    def _unknown_flag(self, flag: str) -> str:
+    def unknown_flag(self, flag: str) -> str:
+        """Return a sentence about a word that is no flag here, with the nearest one."""
         if flag in self.elsewhere:
             return f"{flag}: {self.elsewhere[flag]}"
         similar = difflib.get_close_matches(flag, sorted(self._option_string_actions), 1)
