@@ -130,7 +130,7 @@ def test_a_file_that_is_not_there(base, capsys, tmp_path):
 
 
 def test_a_folder_that_has_moved_is_said_to_be_of_the_file(written, base, capsys):
-    file = written("a.yaml", "sample_list: x\nimage_root: y\ndata_dir: /gone")
+    file = written("a.yaml", "seed: 1\ndata_dir: /gone")
     words = [
         word for word in base if word not in ("--data_dir", base[base.index("--data_dir") + 1])
     ]
