@@ -137,7 +137,7 @@ def train_and_evaluate(run: Run, signals: SignalHandler, loop: Callable = train)
     with closing(
         RunLogger(config.run.output_dir, run.ranks, state.step, run.num_rollout_files)
     ) as logger:
-        logger.overview([task.name for task in state.tasks])
+        logger.overview([task.name for task in state.tasks], config.samples_answers)
         evaluator = Evaluator(
             spec, config.run, run.ranks, run.flags, signals, config.samples_answers
         )

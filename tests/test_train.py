@@ -54,6 +54,9 @@ TAGS = (
         "teacher/distance_to_policy",
         "teacher/decay",
     }
+    | {f"Main/{curve}_loop{loop}" for curve in ("reward", "kl") for loop in (1, 2)}
+    | {f"Main/eval_{m}" for m in ("seg_iou", "caption_meteor", "cycle_iou", "cycle_meteor")}
+    | {"Main/sampler_gap", "Main/seconds_per_step"}
 )
 
 
@@ -78,9 +81,15 @@ def test_every_documented_curve_is_there(two_steps):
     assert set(log.Tags()["scalars"]) == TAGS
     for tag in TAGS:
         assert [e.step for e in log.Scalars(tag)] == (
-            [0, 2] if tag.startswith("eval") else [1, 2]
+            [0, 2] if tag.removeprefix("Main/").startswith("eval") else [1, 2]
         ), tag
         assert all(e.value == e.value for e in log.Scalars(tag)), tag
+    for first, tag in (
+        ("reward_loop2", "loop2/reward_mean"),
+        ("eval_seg_iou", "eval/seg_iou"),
+        ("seconds_per_step", "perf/step_seconds"),
+    ):
+        assert curve(two_steps, f"Main/{first}") == curve(two_steps, tag)
     assert all(
         e.value > 0 for tag in TAGS if tag.startswith("grad_norm/") for e in log.Scalars(tag)
     )
@@ -100,7 +109,8 @@ def test_pictures_of_both_loops(two_steps):
         )
     for tag in of_evaluations:  # the same samples at every evaluation
         assert [picture.step for picture in log.Images(tag)] == [0, 2]
-        assert {picture.width for picture in log.Images(tag)} == {3 * 240 + 2 * 8}
+        # First the base alone, then the policy beside it.
+        assert [picture.width for picture in log.Images(tag)] == [848, 1276]
     assert "custom_scalars__config__" in log.Tags()["tensors"]
 
 

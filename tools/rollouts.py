@@ -8,6 +8,10 @@ One file that a browser opens by itself: no server, no network. Groups are filte
 reward and text, masks drawn when they come into view. Of more rollouts than --max_rollouts it shows
 whole steps, spread evenly, the first and the last among them; mean reward, its std and the fraction
 of groups without variance are those of every step. A run that goes on can be looked at too.
+
+"held out" shows samples of the evaluation split: the base's answer, from the evaluation before
+training, beside those of the policy. A group's buttons save it as a figure, SVG or PNG; a larger
+--image_size makes its picture sharper.
 """
 
 import base64
@@ -27,10 +31,11 @@ from rl_train.config.flags import COUNT, COUNT_OR_0
 from rl_train.config.grpo_config import DataConfig
 from rl_train.data import DamagedSample
 from rl_train.data.dataset_flags import dataset_openers
+from rl_train.evaluation.table import MAIN_METRICS
 from rl_train.grpo import group_std
 from rl_train.loggers.pictures import small_mask
 from rl_train.utils.command_line import FlagParser, run_program
-from rl_train.utils.io import DamagedFile, check_writable, read_json
+from rl_train.utils.io import DamagedFile, check_writable, read_json, warn
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -42,6 +47,8 @@ OF_ROW = ("completion", "reward", "advantage")
 OPTIONAL = ("mask", "mask_without_negatives", "sam_prompt")
 NUMBER = float | int | None
 CURVE_POINTS = 500  # steps of a curve, at most
+HELD_OUT = "held out"  # in the place of a task's name
+MAX_HELD_OUT, MAX_EVALUATIONS = 32, 8  # samples of the evaluation split, and answers to each
 
 
 def read_groups(run: Path, size: int) -> Iterator[list[dict]]:
@@ -88,9 +95,7 @@ def steps_to_show(num_rows: dict[int, int], limit: int) -> list[int]:
     if sum(num_rows.values()) <= limit:
         return steps
     count = max(limit // max(num_rows.values()), 1)
-    if count == 1:
-        return steps[-1:]
-    return [steps[i] for i in np.linspace(0, len(steps) - 1, count).round().astype(int).tolist()]
+    return steps[-1:] if count == 1 else evenly_spaced(steps, count)
 
 
 def rewards_of(group: list[dict]) -> list[float]:
@@ -133,6 +138,64 @@ def row_of(line: dict) -> dict:
     row["parts"] = {key: rounded(rest[key]) for key in order if isinstance(rest[key], NUMBER)}
     row["texts"] = {key: rest[key] for key in order if isinstance(rest[key], str)}
     return row
+
+
+def evenly_spaced(values: list[int], count: int) -> list[int]:
+    """Return at most `count` (2 or more) of the values, the first and the last among them."""
+    if len(values) <= count:
+        return values
+    return [values[i] for i in np.linspace(0, len(values) - 1, count).round().astype(int).tolist()]
+
+
+def read_evaluations(run: Path) -> dict[int, dict]:
+    """Return {step: evaluation} of those with masks that the page shows; empty without the base's.
+
+    Files of an earlier version have no masks. Raises DamagedFile.
+    """
+    folder = run / "evaluation"
+    steps = [int(file.stem.removeprefix("step_")) for file in folder.glob("step_*.json")]
+    shown = evenly_spaced(sorted(steps), MAX_EVALUATIONS)
+    evaluations = {step: read_json(folder / f"step_{step}.json") for step in shown}
+    evaluations = {step: found for step, found in evaluations.items() if found.get("masks")}
+    return evaluations if 0 in evaluations else {}
+
+
+def held_out_groups(evaluations: dict[int, dict]) -> list[dict]:
+    """Return a group of each held-out sample: the base's answer first, then those of later steps.
+
+    A sample that could not be measured in any of the evaluations has no group.
+    """
+    if not evaluations:
+        return []
+    base, groups = evaluations[0], []
+    for k, image_id in enumerate(base["image_ids"][:MAX_HELD_OUT]):
+        rows = []
+        for step, found in evaluations.items():
+            values = {name: found["values"].get(name) for name in MAIN_METRICS}
+            rows.append(
+                dict(
+                    title=f"step {step}" if step else "base",
+                    completion=found["captions"][k],
+                    reward=rounded(found["values"]["seg_iou"][k]),
+                    advantage=0.0,
+                    mask=found["masks"][k],
+                    parts={n: rounded(column[k]) for n, column in values.items() if column},
+                    texts={},
+                )
+            )
+        about = dict(step=None, task=HELD_OUT, caption=base["references"][k])
+        groups.append(about | dict(image_id=image_id, held_out=True, flat=False, rows=rows))
+    return groups
+
+
+def short_names(ids: list[str]) -> list[str]:
+    """Return the last parts of each id's path, as many as tell it from the other ids."""
+    parts = [name.split("/") for name in ids]
+    for count in range(1, max(map(len, parts), default=1) + 1):
+        names = ["/".join(words[-count:]) for words in parts]
+        if len(set(names)) == len(set(ids)):
+            return names
+    return ids
 
 
 def thumbnail(image: Image.Image, side: int) -> str:
@@ -180,11 +243,35 @@ def read_samples(
     return images, samples
 
 
+def data_config(flags: dict) -> DataConfig:
+    """Return the part of a run's flags that is about data."""
+    known = {field.name for field in fields(DataConfig)} & set(flags)
+    return DataConfig(**{name: flags[name] for name in known})
+
+
+def open_held_out(flags: dict, data_dir: str | None, image_ids: list[str], side: int):
+    """Return `read_samples` of the evaluation split; without samples if it cannot be read.
+
+    The page is of the rollouts, which need only the training data.
+
+    Args:
+        data_dir: of the training data, if it has moved; it holds the evaluation split of a run
+            without --eval_data_dir.
+    """
+    open_train, open_eval = dataset_openers(data_config(flags))
+    where = flags.get("eval_data_dir")
+    try:
+        dataset = open_eval(where) if where else open_train(data_dir or flags["data_dir"])
+        return read_samples(dataset, image_ids, side)
+    except ValueError as error:
+        warn(f"the held-out samples are left out: {error}")
+        return [], []
+
+
 def open_samples(run: Path, flags: dict, data_dir: str | None, image_ids: list[str], side: int):
     """Return `read_samples` of a run's data set. Raises ValueError that names --data_dir."""
     where = data_dir or flags["data_dir"]
-    known = {field.name for field in fields(DataConfig)} & set(flags)
-    opened, _ = dataset_openers(DataConfig(**{name: flags[name] for name in known}))
+    opened, _ = dataset_openers(data_config(flags))
     try:
         return read_samples(opened(where), image_ids, side)
     except ValueError as error:
@@ -229,23 +316,32 @@ def page_data(
     ids = list(dict.fromkeys(group[0]["image_id"] for group in groups))
     images, samples = open_samples(run, flags, data_dir, ids, side)
     sample_of = {name: k for k, name in enumerate(ids)}
-    for name, sample in zip(ids, samples, strict=True):
-        sample["id"] = name
+    shown_groups = [
+        dict(
+            {key: group[0][key] for key in ("step", "task", "caption")},
+            sample=sample_of[group[0]["image_id"]],
+            flat=bool(group_std(torch.tensor(rewards_of(group)), size) == 0),
+            rows=list(map(row_of, group)),
+        )
+        for group in groups
+    ]
+    held_out = held_out_groups(read_evaluations(run))
+    held_out_ids = [group.pop("image_id") for group in held_out]
+    held_out_images, held_out_samples = open_held_out(flags, data_dir, held_out_ids, side)
+    for k, (group, sample) in enumerate(zip(held_out, held_out_samples)):
+        sample["image"] += len(images)
+        shown_groups.append(group | dict(sample=len(ids) + k))
+    for names, of_split in ((ids, samples), (held_out_ids, held_out_samples)):
+        for name, short, sample in zip(names, short_names(names), of_split):
+            sample |= dict(id=name, name=short)
     return dict(
         run=str(run),
+        name=run.resolve().name,
         total=sum(map(len, rewards.values())),
-        images=images,
-        samples=samples,
+        images=images + held_out_images,
+        samples=samples + held_out_samples,
         curves=curves(rewards, size, shown),
-        groups=[
-            dict(
-                {key: group[0][key] for key in ("step", "task", "caption")},
-                sample=sample_of[group[0]["image_id"]],
-                flat=bool(group_std(torch.tensor(rewards_of(group)), size) == 0),
-                rows=list(map(row_of, group)),
-            )
-            for group in groups
-        ],
+        groups=shown_groups,
     )
 
 
@@ -289,7 +385,7 @@ def main(argv: list[str] | None = None):
         raise SystemExit(f"rollouts: {error}") from error
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(page(data), encoding="utf-8")
-    shown = sum(len(group["rows"]) for group in data["groups"])
+    shown = sum(len(group["rows"]) for group in data["groups"] if group["task"] != HELD_OUT)
     megabytes = args.output.stat().st_size / 1e6
     tqdm.write(f"{args.output}: {shown} of {data['total']} rollouts, {megabytes:.1f} MB")
 

@@ -1,4 +1,4 @@
-"""Print docs/flags.md: every flag of both trainings, from the flags' own declarations.
+"""Print docs/flags.md: every flag of both trainings, from its declaration, and every curve.
 
 python -m rl_train.config.flags_page > docs/flags.md
 """
@@ -6,13 +6,14 @@ python -m rl_train.config.flags_page > docs/flags.md
 import argparse
 
 from rl_train.cli import GRPO, EntryPoint, build_parser, config_classes
+from rl_train.config.curves_page import curves_table
 from rl_train.config.flags import flags_with
 from rl_train.sft import SFT
 from rl_train.utils.command_line import default_note, run_program
 
-HEAD = """# Flags
+HEAD = """# Flags and curves
 
-What this page is for: to look up what a flag does, its other names and its default.
+What this page is for: to look up a flag, its other names and its default, or a [curve](#curves).
 This page is generated, and a test compares it with the code.
 
 `python -m rl_train.train --help` prints the flags of a run, which depend on its `--tasks`; a flag
@@ -37,6 +38,7 @@ def render_page() -> str:
             "## Supervised training: `python -m rl_train.sft`",
             "It has the flags above but those of rollouts, rewards, loss and teacher, and these:\n",
             *tables(rows_of_sft),
+            curves_table(),
         ]
     )
 

@@ -15,7 +15,7 @@ from rl_train.checkpoint import save_load
 from rl_train.config.grpo_config import RunConfig
 from rl_train.data.base import RegionDataset
 from rl_train.data.loader import eval_loader
-from rl_train.data.rle import RLE
+from rl_train.data.rle import RLE, decode_mask
 from rl_train.distributed.process_group import (
     RankInfo,
     gather_objects,
@@ -31,7 +31,9 @@ from rl_train.evaluation.cycle_metrics import (
     selection_score,
 )
 from rl_train.evaluation.gcg_metrics import average_precision
-from rl_train.evaluation.table import main_figures
+from rl_train.evaluation.table import MAIN_METRICS, main_figures
+from rl_train.loggers.metrics import MAIN
+from rl_train.loggers.pictures import HeldOutAnswer
 from rl_train.loggers.tensorboard import NUM_EVAL_PICTURES, RunLogger
 from rl_train.policies.base import Features, Policy
 from rl_train.rewards.attributes import AttributePhrases
@@ -156,6 +158,7 @@ class Evaluator:
         self.merges_the_better = config.merge_at_end == "auto"
         self.samples_answers = samples_answers
         self.values = {}  # {step: columns of the policy}
+        self.base: EvalResult | None = None  # of the run's initial weights
 
     def measure_base(self, state: save_load.RunState, log: RunLogger):
         """Measure the run's initial weights: the base, to which a fresh LoRA adds nothing.
@@ -167,11 +170,12 @@ class Evaluator:
         file, measured = self._file(0), None
         if self.ranks.is_main and state.step:
             measured = self._read(file, self._settings(state))
-        if values := gather_objects(measured)[0]:
-            self.values[0] = values
+        if base := gather_objects(measured)[0]:
+            self.base, self.values[0] = base, base.values
+            metrics = means(base.values)
             if self.eval_steps:  # shows whether --metric_for_best_model is measured
-                selection_score(means(values), self.metric_for_best_model)
-            print0(f"evaluation before training, from {file}: {main_figures(means(values))}")
+                selection_score(metrics, self.metric_for_best_model)
+            print0(f"evaluation before training, from {file}: {main_figures(metrics)}")
             return
         role = "reference" if "reference" in state.roles.copies else "policy"
         self._measure(0, state, (role,), log)
@@ -208,8 +212,8 @@ class Evaluator:
             distractors=self.spec.distractors,
         )
 
-    def _read(self, file: Path, settings: dict[str, Any]) -> dict[str, torch.Tensor] | None:
-        """Return the columns in an evaluation's file, None if there are none of these settings."""
+    def _read(self, file: Path, settings: dict[str, Any]) -> EvalResult | None:
+        """Return what an evaluation's file holds, None if there is none of these settings."""
         if not file.is_file():
             return None
         try:
@@ -219,7 +223,14 @@ class Evaluator:
         if evaluation.get("settings") != json.loads(json.dumps(settings)):
             return None
         columns = evaluation["values"].items()
-        return {name: torch.tensor(column, dtype=torch.float64) for name, column in columns}
+        return EvalResult(
+            {name: torch.tensor(column, dtype=torch.float64) for name, column in columns},
+            evaluation["image_ids"],
+            evaluation["references"],
+            evaluation["captions"],
+            evaluation["num_damaged"],
+            masks=evaluation.get("masks", []),  # absent in a file of an earlier version
+        )
 
     def _measure(
         self, step: int, state: save_load.RunState, names: tuple[str, ...], log: RunLogger
@@ -238,8 +249,12 @@ class Evaluator:
         print0(f"evaluation {when}, {num_samples} samples: {main_figures(metrics[0])}")
         if teacher:
             print0(f"evaluation {when}, the teacher: {main_figures(metrics[1])}")
+        if not step:
+            self.base = policy
         self._render(step, policy, log)
         log.scalars({f"eval/{name}": value for name, value in metrics[0].items()}, step)
+        first = {name: metrics[0][name] for name in MAIN_METRICS if name in metrics[0]}
+        log.scalars({f"{MAIN}/eval_{name}": value for name, value in first.items()}, step)
         if state.roles.has_teacher:  # at step 0 it is the base too
             log.scalars({f"eval_ema/{name}": value for name, value in metrics[-1].items()}, step)
         chooses_role = self.merges_the_better and state.roles.has_teacher
@@ -253,19 +268,28 @@ class Evaluator:
                 best = scores[0] | {"teacher": role for role in scores[1:]}
                 save_load.save_if_best(self.folder, state, self.flags, best, self.ranks.is_main)
         if self.ranks.is_main:  # last: the file says that the evaluation is done
-            evaluation = record(policy, self.flags, *teacher)
+            evaluation = record(policy, self.flags, *teacher) | dict(masks=policy.masks)
             write_json(self._file(step), dict(settings=self._settings(state)) | evaluation)
 
     def _render(self, step: int, result: EvalResult, log: RunLogger):
-        """Log pictures of the first samples, the same ones at every evaluation."""
-        for number, mask in enumerate(result.masks[:NUM_EVAL_PICTURES] if log.writer else ()):
-            sample = self.spec.dataset[result.index[number]]
-            lines = [
-                f"answer of the model: {result.captions[number]}",
-                f"true caption: {result.references[number]}",
-                f"image; true mask; mask of the model, IoU {result.values['seg_iou'][number]:.2f}",
+        """Log pictures of the first samples, the same ones at every evaluation.
+
+        The base's answers stand beside the policy's.
+        """
+        results = {"base": self.base} | ({f"policy, step {step}": result} if step else {})
+        for number in range(len(result.masks[:NUM_EVAL_PICTURES]) if log.writer else 0):
+            answers = [
+                HeldOutAnswer(
+                    title,
+                    torch.from_numpy(decode_mask(shown.masks[number])),
+                    shown.values["seg_iou"][number].item(),
+                    f"answer: {shown.captions[number]}",
+                )
+                for title, shown in results.items()
+                if shown.masks
             ]
-            log.evaluated_sample(step, number + 1, sample, mask, lines)
+            sample = self.spec.dataset[result.index[number]]
+            log.evaluated_sample(step, number + 1, sample, result.references[number], answers)
 
 
 def _merge(columns_of_rank: list[list[dict]], spec: EvalSpec) -> EvalResult:

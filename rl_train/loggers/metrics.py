@@ -3,6 +3,7 @@
 import math
 import time
 from collections import Counter
+from collections.abc import Iterable
 
 import torch
 
@@ -11,6 +12,10 @@ from rl_train.grpo import group_std
 from rl_train.loss import ScoredRollout, Statistic
 from rl_train.rewards.custom import BadReward
 from rl_train.rewards.hacking_signals import has_digit, is_whole, repeats
+
+# TensorBoard orders groups of curves by their characters' codes and opens the first two: a capital
+# letter is before all others.
+MAIN = "Main"
 
 
 class StepMetrics:
@@ -152,6 +157,23 @@ def reduce_metrics(ranks: list[StepMetrics], weights: dict[str, float]) -> dict[
         learnt = [task for task in weights if f"{task}/loss" in metrics]  # others had no rows
         metrics["total_loss"] = sum(weights[task] * metrics[f"{task}/loss"] for task in learnt)
     return metrics
+
+
+def main_metrics(
+    values: dict[str, float], tasks: Iterable[str], samples_answers: bool
+) -> dict[str, float]:
+    """Return the metrics of a step to look at first, again under MAIN.
+
+    Args:
+        values: all metrics of the step.
+        samples_answers: False in supervised training, whose tasks have no rewards.
+    """
+    shown = dict(reward="reward_mean", kl="kl_div") if samples_answers else dict(loss="loss")
+    sources = {f"{word}_{task}": f"{task}/{shown[word]}" for word in shown for task in tasks}
+    sources["seconds_per_step"] = "perf/step_seconds"
+    metrics = {f"{MAIN}/{name}": values[tag] for name, tag in sources.items() if tag in values}
+    gaps = [values[tag] for task in tasks if (tag := f"{task}/sampler_gap") in values]
+    return metrics | ({f"{MAIN}/sampler_gap": max(gaps)} if gaps else {})
 
 
 class PhaseTimer:

@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,19 +13,22 @@ from rl_train.data.rle import RLE, encode_mask
 from rl_train.loss import ScoredRollout
 from rl_train.points.parser import PointPrompt
 
-REGION, PREDICTED = (255, 196, 0), (255, 0, 200)  # contours of the target and of a model's mask
+# Contours of the target and of a model's mask: far from every colour of the demos' scenes, and told
+# apart by the colour-blind.
+REGION, PREDICTED = (0, 255, 105), (255, 0, 255)
 BOX, POSITIVE, NEGATIVE = (0, 120, 255), (0, 190, 0), (230, 0, 0)  # colours of a mask's prompt
 RADIUS = 4  # of a point, in pixels
-PICTURE_WIDTH, PICTURE_HEIGHT = 240, 720  # of one panel, in pixels, at most
+PICTURE_WIDTH, PICTURE_HEIGHT = 420, 840  # of one panel, in pixels, at most
 GAP = 8  # between panels, in pixels
 CONTOUR = 2  # width in pixels
 OUTSIDE = 0.4  # brightness that is left of the pixels outside a mask
 SMALL_MASK_SIDE = 256  # longer side in pixels of a mask that is kept to be looked at
-CHARACTERS_OF_PANEL = 33  # in a line of text
+CHARACTERS_OF_PANEL = 50  # in a line of text
+FONT_SIZE, LINE_HEIGHT = 16, 21  # in pixels
 
 
 def rollout_picture(image: Image.Image, scored: ScoredRollout, row: int) -> np.ndarray:
-    """Return (H, W, 3) uint8: the target (yellow), the model's mask (magenta), text below.
+    """Return (H, W, 3) uint8: the target (green), the model's mask (magenta), text below.
 
     A box and points that prompt the mask are drawn too: points green, negative ones red.
 
@@ -40,24 +44,36 @@ def rollout_picture(image: Image.Image, scored: ScoredRollout, row: int) -> np.n
     lines.append(f"reward {scored.reward[row]:.3f}  advantage {scored.advantages[row]:+.2f}")
     target = overlay(image, batch.masks[i], REGION, prompt)
     predicted = overlay(image, scored.outcome.masks[row], PREDICTED, prompt)
-    return side_by_side([target, predicted], lines)
+    return side_by_side([target, predicted], texts=(), below=lines)
+
+
+@dataclass(frozen=True)
+class HeldOutAnswer:
+    """Answer about a held-out sample, as a picture shows it."""
+
+    title: str  # whose it is
+    mask: torch.Tensor  # (h, w) bool, of any resolution
+    iou: float  # of the mask with the target
+    text: str
 
 
 def evaluation_picture(
-    image: Image.Image,
-    target: torch.Tensor,
-    prediction: torch.Tensor,
-    lines: Sequence[str],
+    image: Image.Image, target: torch.Tensor, caption: str, answers: Sequence[HeldOutAnswer]
 ) -> np.ndarray:
-    """Return (H, W, 3) uint8: the image, the target (yellow), the model's mask (magenta), text.
+    """Return (H, W, 3) uint8: the target (green) and each answer's mask (magenta), texts below.
 
     Args:
         target: (H, W) bool; the image gets its shape.
-        prediction: (h, w) bool, of any resolution.
+        caption: the true one.
+        answers: for instance the base's and the policy's.
     """
     image = fit_panel(image, tuple(target.shape))
-    masks = [overlay(image, target, REGION), overlay(image, prediction, PREDICTED)]
-    return side_by_side([image, *masks], lines)
+    panels = [overlay(image, target, REGION)]
+    texts = [["true region and caption", caption]]
+    for answer in answers:
+        panels.append(overlay(image, answer.mask, PREDICTED))
+        texts.append([f"{answer.title}, IoU {answer.iou:.2f}", answer.text])
+    return side_by_side(panels, texts)
 
 
 def fit_panel(image: Image.Image, size: tuple[int, int]) -> Image.Image:
@@ -67,17 +83,36 @@ def fit_panel(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     return image.resize((max(round(width * scale), 1), max(round(height * scale), 1)))
 
 
-def side_by_side(panels: Sequence[Image.Image], lines: Sequence[str]) -> np.ndarray:
-    """Return (H, W, 3) uint8: panels of one height from left to right, lines of text below."""
-    characters = CHARACTERS_OF_PANEL * len(panels)
-    lines = [part for line in lines for part in textwrap.wrap(line, width=characters)]
+def side_by_side(
+    panels: Sequence[Image.Image], texts: Sequence[Sequence[str]], below: Sequence[str] = ()
+) -> np.ndarray:
+    """Return (H, W, 3) uint8: panels of one height from left to right.
+
+    Args:
+        texts: lines under each panel.
+        below: lines under all of them.
+    """
+    columns = ["\n".join(wrapped(lines, CHARACTERS_OF_PANEL)) for lines in texts]
+    footer = wrapped(below, CHARACTERS_OF_PANEL * len(panels))
+    num_lines = max((text.count("\n") + 1 for text in columns if text), default=0)
+    top = panels[0].height + 4
+    footer_top = top + LINE_HEIGHT * num_lines
     width = len(panels) * (PICTURE_WIDTH + GAP) - GAP
-    canvas = Image.new("RGB", (width, panels[0].height + 18 * len(lines) + GAP), "white")
+    canvas = Image.new("RGB", (width, footer_top + LINE_HEIGHT * len(footer) + 4), "white")
+    draw = ImageDraw.Draw(canvas)
+    style = dict(fill="black", font_size=FONT_SIZE, spacing=LINE_HEIGHT - FONT_SIZE)
     for number, panel in enumerate(panels):
-        canvas.paste(panel, (number * (PICTURE_WIDTH + GAP), 0))
-    below = (4, panels[0].height + 4)
-    ImageDraw.Draw(canvas).multiline_text(below, "\n".join(lines), fill="black", font_size=14)
+        left = number * (PICTURE_WIDTH + GAP)
+        canvas.paste(panel, (left, 0))
+        if columns:
+            draw.multiline_text((left + 4, top), columns[number], **style)
+    draw.multiline_text((4, footer_top), "\n".join(footer), **style)
     return np.array(canvas)
+
+
+def wrapped(lines: Sequence[str], characters: int) -> list[str]:
+    """Return lines of at most that many characters."""
+    return [part for line in lines for part in textwrap.wrap(line, width=characters)]
 
 
 def overlay(

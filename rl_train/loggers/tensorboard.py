@@ -9,10 +9,14 @@ from typing import Any
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from rl_train.data.rle import RLE, decode_mask
 from rl_train.distributed.process_group import RankInfo
 from rl_train.grpo import group_std
-from rl_train.loggers.pictures import evaluation_picture, rollout_picture, small_mask
+from rl_train.loggers.pictures import (
+    HeldOutAnswer,
+    evaluation_picture,
+    rollout_picture,
+    small_mask,
+)
 from rl_train.loss import ScoredRollout
 from rl_train.policies.base import Policy
 from rl_train.rollout import RewardOutput
@@ -107,28 +111,28 @@ class RunLogger:
         step: int,
         number: int,
         sample: dict[str, Any],
-        prediction: RLE,
-        lines: Sequence[str],
+        caption: str,
+        answers: Sequence[HeldOutAnswer],
     ):
         """Log the picture of an evaluated sample.
 
         Args:
             number: of the sample in the evaluation split; each has a picture of its own.
             sample: as a `RegionDataset` reads it.
-            prediction: the model's mask, see `small_mask`.
+            caption: the true one.
+            answers: to show side by side.
         """
         if self.writer and step >= self.start:
-            mask = torch.from_numpy(sample["mask"])
-            predicted = torch.from_numpy(decode_mask(prediction))
-            picture = evaluation_picture(sample["image"], mask, predicted, lines)
+            target = torch.from_numpy(sample["mask"])
+            picture = evaluation_picture(sample["image"], target, caption, answers)
             with wrap_write_errors(self.folder):
                 self.writer.add_image(f"eval/sample_{number}", picture, step, dataformats="HWC")
 
-    def overview(self, tasks: Sequence[str]):
-        """Write the layout of TensorBoard's page "Custom scalars": what to look at first."""
+    def overview(self, tasks: Sequence[str], samples_answers: bool):
+        """Write the layout of TensorBoard's page "Custom scalars", see `overview_layout`."""
         if self.writer:
             with wrap_write_errors(self.folder):
-                self.writer.add_custom_scalars(overview_layout(tasks))
+                self.writer.add_custom_scalars(overview_layout(tasks, samples_answers))
 
     def close(self):
         """Write the rest."""
@@ -139,26 +143,49 @@ class RunLogger:
             self.jsonl.close()
 
 
-def overview_layout(tasks: Sequence[str]) -> dict[str, dict[str, list]]:
-    """Return {page: {chart: ["Multiline", its tags as regular expressions]}}."""
+# Charts of each task, {title: metric}. Each chart stands beside that of the other tasks.
+ROLLOUT_CHARTS = {
+    "mean reward": "reward_mean",
+    "KL to the reference": "kl_div",
+    "groups whose rewards are all equal": "frac_zero_std",
+    "answers cut at the limit": "truncated_frac",
+    "largest gap of sampler and scorer": "sampler_gap",
+    "loss": "loss",
+}
+SFT_CHARTS = {"loss": "loss", "loss of the text": "text_loss"}
+
+
+def overview_layout(tasks: Sequence[str], samples_answers: bool) -> dict[str, dict[str, list]]:
+    """Return {section: {chart: ["Multiline", its tags as regular expressions]}}.
+
+    Args:
+        samples_answers: False in supervised training, which has neither rewards nor a teacher.
+    """
 
     def chart(*tags: str) -> list:
         return ["Multiline", [f"^{tag}$" for tag in tags]]
 
-    def of_tasks(metric: str) -> list:
-        return chart(*[f"{task}/{metric}" for task in tasks])
+    def held_out(*metrics: str) -> list:
+        roles = ("eval", "eval_ema") if samples_answers else ("eval",)
+        return chart(*[f"{role}/{metric}" for metric in metrics for role in roles])
 
+    charts = ROLLOUT_CHARTS if samples_answers else SFT_CHARTS
     return {
-        "overview": {
-            "rewards": of_tasks("reward_mean"),
-            "evaluation: IoU of masks": chart("eval/cycle_iou", "eval/seg_iou"),
-            "evaluation: METEOR of captions": chart("eval/cycle_meteor", "eval/caption_meteor"),
+        "the tasks side by side": {
+            f"{task}: {title}": chart(f"{task}/{metric}")
+            for title, metric in charts.items()
+            for task in tasks
+        },
+        "held out: policy (eval) and teacher (eval_ema)": {
+            "IoU of masks": held_out("seg_iou", "cycle_iou"),
+            "METEOR of captions": held_out("caption_meteor", "cycle_meteor"),
+        },
+        "all tasks together": {
             "losses": chart("total_loss", *[f"{task}/loss" for task in tasks]),
-            "KL to the reference": of_tasks("kl_div"),
-            "groups whose rewards are all equal": of_tasks("frac_zero_std"),
+            "gradient norms": chart("grad_norm/.*"),
             "learning rate": chart("learning_rate"),
-            "seconds per step": chart("perf/step_seconds"),
-        }
+            "seconds of a step": chart("perf/.*_seconds"),
+        },
     }
 
 

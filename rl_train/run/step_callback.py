@@ -8,7 +8,12 @@ from tqdm import tqdm
 from rl_train.checkpoint import save_load
 from rl_train.distributed.process_group import gather_objects, print0
 from rl_train.evaluation.evaluate import Evaluator
-from rl_train.loggers.metrics import PhaseTimer, StepMetrics, reduce_metrics
+from rl_train.loggers.metrics import (
+    PhaseTimer,
+    StepMetrics,
+    main_metrics,
+    reduce_metrics,
+)
 from rl_train.loggers.tensorboard import RunLogger
 from rl_train.loss import ScoredRollout, check_finite_log_probs
 from rl_train.rewards.judge import failure_sentence
@@ -121,7 +126,8 @@ class StepCallback:
         if run.data.damaged.names:
             values["data/damaged"] = len(run.data.damaged.names)
         values |= state.roles.drift()
-        self.logger.scalars(values, state.step)
+        first = main_metrics(values, [task.name for task in state.tasks], bool(scored))
+        self.logger.scalars(values | first, state.step)
         self.show(state, scored, values)
         if run.rewards.judge:
             failed = sum(m.mean_totals[failed_frac] for m in all_metrics)

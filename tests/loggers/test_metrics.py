@@ -9,6 +9,7 @@ import torch
 from rl_train.loggers.metrics import (
     PhaseTimer,
     StepMetrics,
+    main_metrics,
     reduce_metrics,
 )
 from rl_train.loss import ScoredRollout
@@ -254,3 +255,28 @@ def test_reasons_are_counted_on_all_ranks():
     assert points["loop1/unparsed/no_json"] == 2 / 6 and points["loop1/unparsed/outside"] == 1 / 6
     assert "loop1/digits_frac" not in points  # which JSON of coordinates always has
     assert "loop1/unparsed_frac" not in curves_of(tally_of(work_of(["a"] * 2, [0.0, 1.0])))
+
+
+def test_the_metrics_to_look_at_first_by_hand():
+    values = {
+        "loop1/reward_mean": 0.25,
+        "loop2/reward_mean": 0.5,
+        "loop1/kl_div": 0.125,
+        "loop1/sampler_gap": 0.001,
+        "loop2/sampler_gap": 0.002,
+        "loop1/loss": 7.0,
+        "perf/step_seconds": 3.0,
+    }
+    assert main_metrics(values, ["loop1", "loop2"], samples_answers=True) == {
+        "Main/reward_loop1": 0.25,
+        "Main/reward_loop2": 0.5,
+        "Main/kl_loop1": 0.125,
+        "Main/sampler_gap": 0.002,
+        "Main/seconds_per_step": 3.0,
+    }
+    supervised = {"captions/loss": 2.0, "perf/step_seconds": 1.0}
+    assert main_metrics(supervised, ["captions"], samples_answers=False) == {
+        "Main/loss_captions": 2.0,
+        "Main/seconds_per_step": 1.0,
+    }
+    assert min([*values, *main_metrics(values, ["loop1"], True)]).startswith("Main/")

@@ -14,11 +14,13 @@ from rl_train.distributed.process_group import RankInfo
 from rl_train.loggers.pictures import (
     BOX,
     CONTOUR,
+    LINE_HEIGHT,
     NEGATIVE,
     OUTSIDE,
     POSITIVE,
     PREDICTED,
     REGION,
+    HeldOutAnswer,
     evaluation_picture,
     rollout_picture,
     small_mask,
@@ -27,17 +29,19 @@ from rl_train.loggers.tensorboard import RunLogger, overview_layout
 from rl_train.loss import ScoredRollout
 from rl_train.points.parser import PointPrompt
 from rl_train.rollout import Batch, RewardOutput, Rollout
+from tools.demo.make_demo import TRAIN
+from tools.demo.scenes import make_scene
 
 
 @pytest.mark.parametrize(
     "width, height, drawn_width, drawn_height",
     [
-        (320, 240, 240, 180),
-        (100, 300, 240, 720),
-        (1000, 2, 240, 1),
-        (2, 1000, 1, 720),
-        (1, 1, 240, 240),
-        (300, 1000, 216, 720),
+        (320, 240, 420, 315),
+        (100, 300, 280, 840),
+        (1000, 2, 420, 1),
+        (2, 1000, 2, 840),
+        (1, 1, 420, 420),
+        (300, 1000, 252, 840),
     ],
 )
 @pytest.mark.parametrize("loop", [1, 2])
@@ -50,8 +54,8 @@ def test_a_picture_of_any_shape(loop, width, height, drawn_width, drawn_height):
     picture = rollout_picture(Image.new("RGB", (1024, 1024), (200, 200, 200)), work, 0)
     lines = loop + 2
     assert picture.dtype == np.uint8
-    assert picture.shape == (drawn_height + 18 * lines + 8, 488, 3)
-    left, right = picture[:drawn_height, :248], picture[:drawn_height, 248:]
+    assert picture.shape == (drawn_height + LINE_HEIGHT * lines + 8, 848, 3)
+    left, right = picture[:drawn_height, :428], picture[:drawn_height, 428:]
     inner = left[CONTOUR:, CONTOUR:][
         : drawn_height - 2 * CONTOUR, : max(drawn_width - 2 * CONTOUR, 0)
     ]
@@ -62,7 +66,7 @@ def test_a_picture_of_any_shape(loop, width, height, drawn_width, drawn_height):
 
 
 def test_an_answer_s_box_and_points_are_drawn():
-    """Of a mask of 20 x 10 (W, H), drawn at 240 x 120, on grey: both panels."""
+    """Of a mask of 20 x 10 (W, H), drawn at 420 x 210, on grey: both panels."""
     region = torch.zeros(10, 20, dtype=torch.bool)
     found, without = region.clone(), torch.ones_like(region)
     found[:5] = True
@@ -74,17 +78,17 @@ def test_an_answer_s_box_and_points_are_drawn():
     work = ScoredRollout(None, rollout, outcome, torch.ones(2), torch.ones(2), None)
     grey = Image.new("RGB", (64, 64), (200, 200, 200))
     picture = rollout_picture(grey, work, 0)
-    assert picture.shape[1] == 2 * 248 - 8
-    for left in (0, 248):  # (x, y) in a picture = 12 times that in the mask
-        assert tuple(picture[7 * 12, left + 5 * 12]) == POSITIVE
-        assert tuple(picture[8 * 12, left + 15 * 12]) == NEGATIVE
-        assert tuple(picture[2 * 12, left + 7 * 12]) == BOX
+    assert picture.shape[1] == 2 * 428 - 8
+    for left in (0, 428):  # (x, y) in a picture = 21 times that in the mask
+        assert tuple(picture[7 * 21, left + 5 * 21]) == POSITIVE
+        assert tuple(picture[8 * 21, left + 15 * 21]) == NEGATIVE
+        assert tuple(picture[2 * 21, left + 7 * 21]) == BOX
     outside = int(200 * OUTSIDE)
-    for left, at_top, below in ((0, outside, outside), (248, 200, outside)):
-        assert (picture[10, left + 200] == at_top).all()
-        assert (picture[110, left + 200] == below).all()
+    for left, at_top, below in ((0, outside, outside), (428, 200, outside)):
+        assert (picture[18, left + 350] == at_top).all()
+        assert (picture[192, left + 350] == below).all()
     refused = rollout_picture(grey, work, 1)
-    assert (refused[:120, :240] == outside).all() and refused.shape == picture.shape
+    assert (refused[:210, :420] == outside).all() and refused.shape == picture.shape
 
 
 @pytest.mark.parametrize("color", [PREDICTED, (147, 60, 180), (0, 0, 0), (255, 255, 255)])
@@ -93,20 +97,51 @@ def test_a_mask_is_seen_on_any_color(color):
     target = torch.zeros(60, 60, dtype=torch.bool)
     target[20:40, 20:40] = True
     image = Image.new("RGB", (60, 60), color)
-    picture = evaluation_picture(image, target, target, ["a square"]).astype(int)
-    assert picture.shape == (240 + 18 + 8, 3 * 240 + 2 * 8, 3)
-    assert (picture[:240, :240] == color).all()  # the image alone
-    for left, contour in ((248, REGION), (496, PREDICTED)):
-        panel = picture[:240, left : left + 240]
-        assert (panel[120, 120] == color).all()  # inside
-        assert (panel[70, 120] == (np.array(color) * OUTSIDE).astype(int)).all()
-        assert (panel[81, 120] == contour).all() and (panel[79, 120] == 0).all()  # contour, rim
+    answers = [HeldOutAnswer("base", target, 1.0, "a"), HeldOutAnswer("policy", ~target, 0.0, "b")]
+    picture = evaluation_picture(image, target, "a square", answers).astype(int)
+    assert picture.shape == (420 + 2 * LINE_HEIGHT + 8, 3 * 420 + 2 * 8, 3)
+    for left, contour in ((0, REGION), (428, PREDICTED)):
+        panel = picture[:420, left : left + 420]
+        assert (panel[210, 210] == color).all()  # inside
+        assert (panel[120, 210] == (np.array(color) * OUTSIDE).astype(int)).all()
+        assert (panel[141, 210] == contour).all() and (panel[139, 210] == 0).all()  # contour, rim
+    panel = picture[:420, 2 * 428 :]  # the policy's mask is all but the square
+    assert (panel[210, 210] == (np.array(color) * OUTSIDE).astype(int)).all()
+    assert (panel[100, 210] == color).all()
 
 
-def test_the_overview_names_curves_that_exist():
-    layout = overview_layout(["loop1", "loop2"])["overview"]
-    assert layout["rewards"] == ["Multiline", ["^loop1/reward_mean$", "^loop2/reward_mean$"]]
-    assert "^eval/seg_iou$" in layout["evaluation: IoU of masks"][1]
+def test_long_texts_stay_under_their_panel():
+    target = torch.ones(10, 10, dtype=torch.bool)
+    answers = [HeldOutAnswer("base", target, 0.5, "word " * 40)]
+    picture = evaluation_picture(Image.new("RGB", (10, 10)), target, "a", answers)
+    num_lines = 1 + 4  # the title; 40 words of five letters, ten a line of 50
+    assert picture.shape == (420 + num_lines * LINE_HEIGHT + 8, 848, 3)
+    assert (picture[420:, 420:428] == 255).all()  # between the panels
+
+
+def test_no_scene_has_a_contour_s_color():
+    for index in range(40):
+        scene = make_scene(0, TRAIN, index)
+        pixels = np.asarray(scene.image).reshape(-1, 3).astype(int)
+        for color in (REGION, PREDICTED):
+            assert np.linalg.norm(pixels - color, axis=1).min() > 80, index
+
+
+def test_the_overview_has_the_loops_side_by_side():
+    layout = overview_layout(["loop1", "loop2"], samples_answers=True)
+    charts = layout["the tasks side by side"]
+    assert list(charts)[:4] == [
+        "loop1: mean reward",
+        "loop2: mean reward",
+        "loop1: KL to the reference",
+        "loop2: KL to the reference",
+    ]
+    assert charts["loop2: mean reward"] == ["Multiline", ["^loop2/reward_mean$"]]
+    held_out = layout["held out: policy (eval) and teacher (eval_ema)"]["IoU of masks"]
+    assert held_out[1][:2] == ["^eval/seg_iou$", "^eval_ema/seg_iou$"]
+    supervised = overview_layout(["region_captions"], samples_answers=False)
+    assert list(supervised["the tasks side by side"])[0] == "region_captions: loss"
+    assert "reward" not in str(supervised) and "eval_ema/" not in str(supervised)
 
 
 def test_rollouts_are_json_whatever_they_say(tmp_path):

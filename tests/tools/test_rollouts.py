@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -17,13 +18,22 @@ from PIL import Image
 from rl_train.data import GraspAnyRegionDataset
 from rl_train.data.rle import decode_mask
 from rl_train.distributed.process_group import RankInfo
+from rl_train.loggers.pictures import small_mask
 from rl_train.loggers.tensorboard import RunLogger
 from rl_train.loss import ScoredRollout
 from rl_train.points.parser import PointPrompt
 from rl_train.rollout import Batch, RewardOutput, Rollout
 from tools import rollouts
 from tools.gar_writer import write_gar
-from tools.rollouts import curves, page, page_data, read_groups, steps_to_show, thumbnail
+from tools.rollouts import (
+    curves,
+    page,
+    page_data,
+    read_groups,
+    short_names,
+    steps_to_show,
+    thumbnail,
+)
 
 G = 4
 WIDTH, HEIGHT = 64, 48  # of the images
@@ -89,7 +99,21 @@ def run(tmp_path_factory):
     unparsed = dict(unparsed={"no_json": torch.arange(8) == 7})
     log_step(log, 2, dataset, "points", ["{}"] * 8, first, torch.zeros(8), **prompted, **unparsed)
     log.close()
+    (folder / "evaluation").mkdir()
+    for step in (0, 4, 8):
+        write_evaluation(folder, step, [dataset.image_id(i) for i in range(2)])
     return folder
+
+
+def write_evaluation(folder, step, image_ids):
+    """An evaluation's file: hostile captions, the mask of each sample a rectangle of its own."""
+    masks = [small_mask(rectangle(k, 0, k + 4 + step, 8)) for k in range(len(image_ids))]
+    values = dict(seg_iou=[0.25, 0.5], cycle_iou=[0.125, step / 8], other=[1, 2])
+    evaluation = dict(
+        image_ids=image_ids, references=["a cup", "a rim"], captions=HOSTILE[:2], values=values
+    )
+    file = folder / "evaluation" / f"step_{step}.json"
+    file.write_text(json.dumps(evaluation | dict(masks=masks)))
 
 
 def data_of(run, data_dir=None, steps=None, limit=2000, side=32) -> dict:
@@ -98,17 +122,19 @@ def data_of(run, data_dir=None, steps=None, limit=2000, side=32) -> dict:
 
 def test_what_the_page_is_given(run):
     data = data_of(run)
-    assert (data["run"], data["total"], len(data["groups"])) == (str(run), 40, 10)
-    assert len(data["images"]) == 1  # both regions are of one image
+    assert (data["run"], data["name"], data["total"]) == (str(run), run.name, 40)
+    assert len(data["groups"]) == 10 + 2  # and two held-out samples
+    assert len(data["images"]) == 1 + 1  # both regions are of one image; again as a held-out one
     head, encoded = data["images"][0].split(",")
     assert head == "data:image/webp;base64"
     assert Image.open(io.BytesIO(base64.b64decode(encoded))).size == (32, 24)
     dataset = GraspAnyRegionDataset(run / "data")
-    for i, sample in enumerate(data["samples"]):
+    for i, sample in enumerate(data["samples"][:2]):
         assert (sample["id"], sample["image"]) == (dataset.image_id(i), 0)
+        assert sample["name"] == dataset.image_id(i).split("/")[-1] == str(i)
         assert sample["size"] == (HEIGHT, WIDTH)
         assert (decode_mask(sample["region"]) == dataset[i]["mask"]).all()
-    assert [group["step"] for group in data["groups"]] == [0, 0, 1, 1] + [2] * 6
+    assert [group["step"] for group in data["groups"]] == [0, 0, 1, 1] + [2] * 6 + [None] * 2
     one, other = data["groups"][:2]
     assert (one["task"], one["sample"], one["flat"]) == ("loop1", 0, False)
     assert one["caption"] == "a cup </script>"
@@ -123,8 +149,43 @@ def test_what_the_page_is_given(run):
     assert replies == [{"reply": text} for text in HOSTILE]
 
 
+def test_the_base_s_answer_stands_beside_the_policy_s(run):
+    data = data_of(run)
+    first, second = (group for group in data["groups"] if group["task"] == "held out")
+    assert [row["title"] for row in first["rows"]] == ["base", "step 4", "step 8"]
+    assert (first["caption"], first["held_out"], second["caption"]) == ("a cup", True, "a rim")
+    assert [row["completion"] for row in second["rows"]] == [HOSTILE[1]] * 3
+    assert [row["reward"] for row in second["rows"]] == [0.5] * 3
+    assert [row["parts"] for row in second["rows"]] == [
+        dict(cycle_iou=cycle_iou, seg_iou=0.5) for cycle_iou in (0, 0.5, 1)
+    ]
+    assert decode_mask(second["rows"][2]["mask"]).sum() == 8 * 12
+    sample = data["samples"][second["sample"]]
+    assert sample["image"] == 1 and sample["region"] == data["samples"][1]["region"]
+
+
+def test_evaluations_without_the_base_s_masks_are_left_out(run, tmp_path, capsys):
+    copy = shutil.copytree(run, tmp_path / "run")
+    base = copy / "evaluation" / "step_0.json"
+    content = json.loads(base.read_text())
+    base.write_text(json.dumps({k: v for k, v in content.items() if k != "masks"}))
+    assert len(data_of(copy)["groups"]) == 10  # of an earlier version
+    base.write_text(json.dumps(content))
+    flags = json.loads((copy / "config.json").read_text())
+    gone = dict(eval_data_dir=str(tmp_path / "gone"))
+    (copy / "config.json").write_text(json.dumps(flags | gone))
+    assert len(data_of(copy)["groups"]) == 10
+    assert "the held-out samples are left out: --eval_data_dir " in capsys.readouterr().err
+
+
+def test_names_are_as_short_as_they_tell_samples_apart():
+    assert short_names(["a/b/1", "a/b/2"]) == ["1", "2"]
+    assert short_names(["a/b/1", "a/c/1", "a/c/1"]) == ["b/1", "c/1", "c/1"]
+    assert short_names(["1", "a/1"]) == ["1", "a/1"] and short_names([]) == []
+
+
 def test_an_answer_of_points_is_given(run):
-    rows = data_of(run)["groups"][-1]["rows"]
+    rows = data_of(run)["groups"][9]["rows"]
     prompt = dict(boxes=[[4, 2, 10, 9]], positive=[[5, 7]], negative=[[15, 8]])
     assert [row.get("sam_prompt") for row in rows] == [prompt] * 3 + [None]
     assert (
@@ -136,7 +197,8 @@ def test_an_answer_of_points_is_given(run):
 
 def test_steps_and_numbers_choose(run):
     def shown(**how):
-        return [group["step"] for group in data_of(run, **how)["groups"]]
+        groups = data_of(run, **how)["groups"]
+        return [group["step"] for group in groups if group["task"] != "held out"]
 
     assert shown(steps=[0, 1]) == [0, 0, 1, 1]
     assert shown(limit=24) == [2] * 6
@@ -175,7 +237,7 @@ def test_what_is_being_written_is_left_out(run, tmp_path):
 def test_a_new_data_dir_is_taken(run, tmp_path):
     (tmp_path / "moved").symlink_to(run / "data")
     copy = moved_run(run, tmp_path)
-    assert len(data_of(copy, data_dir=tmp_path / "moved")["images"]) == 1
+    assert len(data_of(copy, data_dir=tmp_path / "moved")["images"]) == 2
 
 
 def moved_run(run, tmp_path):
@@ -243,10 +305,10 @@ def test_no_text_is_markup(run, tmp_path):
     data = data_of(run)
     text = page(data)
     template = rollouts.TEMPLATE.read_text()
-    for tag, images in (("<script", 1), ("</script", 1), ("<img", 0), ("<!--", 0)):
+    for tag, images in (("<script", 2), ("</script", 2), ("<img", 0), ("<!--", 0)):
         assert text.lower().count(tag) == template.lower().count(tag) + images
     stated = re.search(r'id="data">(.*?)</script>', text, re.S)[1]
-    kept = json.dumps(data | dict(images=1)).replace("\\ud800", "?")
+    kept = json.dumps(data | dict(images=2)).replace("\\ud800", "?")
     assert json.loads(stated) == json.loads(kept)
     assert not set("<>&\ud800") & set(stated)
     for sink in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
@@ -269,8 +331,10 @@ def test_the_browser_shows_hostile_text_as_text(run, tmp_path):
     rollouts.main(["--run", str(run), "--output", str(file)])
     shown = browse(file, "--dump-dom", f"{file.as_uri()}#task=loop1&step=1&min=0.3")
     found, body = shown.split('<script type="application/json"')[0], shown.split("<body>")[1]
-    assert f"<title>Rollouts of {run}</title>" in found and "<img" not in body.split("<script")[0]
-    assert "2 rollouts in 1 of 10 groups" in found
+    assert (
+        f"<title>Rollouts of {run.name}</title>" in found and "<img" not in body.split("<script")[0]
+    )
+    assert "2 answers in 1 of 12 groups" in found
     assert '&lt;/script&gt;&lt;script&gt;document.title="stolen"&lt;/script&gt;' in found
     assert found.count('class="row') - found.count('class="rows') == 4
     assert len(re.findall('class="row [a-z ]*aside', found)) == 2  # not scored, and below
@@ -285,7 +349,7 @@ def test_the_browser_draws_region_and_mask(run, tmp_path):
     browse(file, f"--screenshot={picture}", f"{file.as_uri()}#task=loop1&step=1&groups=differ")
     pixels = np.array(Image.open(picture).convert("RGB")).astype(int)[180:]  # below the legend
     box = {}
-    for name, color in (("region", (255, 196, 0)), ("mask", (255, 0, 200))):
+    for name, color in (("region", (0, 255, 105)), ("mask", (255, 0, 255))):
         y, x = np.nonzero((abs(pixels - color) < 40).all(-1))
         left = 311  # of the rows' pictures; the large one shows no mask
         y, x = y[x > left], x[x > left]
@@ -305,11 +369,77 @@ def test_the_browser_draws_region_and_mask(run, tmp_path):
 @in_browser
 def test_two_thousand_rollouts_open_within_a_second(run, tmp_path):
     data, file = data_of(run), tmp_path / "page.html"
-    groups = [dict(group, step=k) for k in range(50) for group in data["groups"]]
+    groups = [dict(group, step=k) for k in range(50) for group in data["groups"][:10]]
     noise = np.random.default_rng(0).integers(256, size=(150, 200, 3), dtype=np.uint8)
     images = [thumbnail(Image.fromarray(noise), 320)] * 125  # 20 kB each
     file.write_text(page(data | dict(groups=groups, images=images)))
     shown = browse(file, "--dump-dom", file.as_uri())
-    assert "2000 rollouts in 500 of 500 groups" in shown
+    assert "2000 answers in 500 of 500 groups" in shown
     milliseconds = int(re.search(r'data-shown="(\d+)"', shown)[1])
     assert 0 < milliseconds < 1000
+
+
+# In place of the browser's download: the page's title becomes what would be saved.
+SAVED = """
+<script nonce="page">
+HTMLAnchorElement.prototype.click = () => {};
+URL.createObjectURL = (blob) => {
+  const reader = new FileReader();
+  reader.onload = () => { document.title = reader.result; };
+  reader.readAsDataURL(blob);
+  return "#";
+};
+addEventListener("DOMContentLoaded", () => {
+  const buttons = [...document.querySelectorAll(".export button")];
+  buttons.find((one) => one.textContent === "KIND").click();
+});
+</script>
+</body>"""
+
+
+def saved(run, folder, kind: str, view: str) -> bytes:
+    """The file that the first group's button gives."""
+    file = folder / "page.html"
+    rollouts.main(["--run", str(run), "--output", str(file)])
+    text = file.read_text()
+    assert text.count("</body>") == 1
+    file.write_text(text.replace("</body>", SAVED.replace("KIND", kind)))
+    shown = browse(file, "--dump-dom", f"{file.as_uri()}#{view}")
+    return base64.b64decode(
+        re.search(r"<title>data:image/[a-z+]*;base64,([^<]*)</title>", shown)[1]
+    )
+
+
+@in_browser
+def test_a_group_is_saved_as_svg(run, tmp_path):
+    """One panel of the region, and one of each row that passes the filter; texts are texts."""
+    svg = ElementTree.fromstring(saved(run, tmp_path, "SVG", "task=loop1&step=1&min=0.3"))
+    space = "{http://www.w3.org/2000/svg}"
+    panels = svg.findall(f"{space}g")
+    texts = [[text.text for text in panel.findall(f"{space}text")] for panel in panels]
+    assert [lines[0] for lines in texts] == [
+        "true region",
+        "reward 0.900, advantage +0.40",
+        "reward 0.500, advantage 0.00",
+    ]
+    assert "".join(texts[0][1:]).replace(" ", "") == "acup</script>"
+    assert "".join(texts[1][1:]).replace(" ", "") == HOSTILE[1].replace(" ", "")
+    [image] = svg.iter(f"{space}image")  # once, however many panels show it
+    assert image.get("href").startswith("data:image/png;base64,")
+    assert (image.get("width"), float(image.get("height"))) == ("300", 300 * HEIGHT / WIDTH)
+    magenta = [p for p in panels[1].iter(f"{space}path") if p.get("stroke") == "#ff00ff"]
+    [outline] = magenta
+    x = [float(pair.split()[0]) for pair in outline.get("d").strip("MZ").split("L")]
+    assert (min(x), max(x)) == pytest.approx((40 * 300 / WIDTH, 60 * 300 / WIDTH))
+    assert not [p for p in panels[0].iter(f"{space}path") if p.get("stroke") == "#ff00ff"]
+
+
+@in_browser
+def test_a_group_is_saved_as_png(run, tmp_path):
+    picture = Image.open(io.BytesIO(saved(run, tmp_path, "PNG", "task=held out")))
+    assert picture.width == 3 * (4 * 300 + 3 * 14)  # region, base, two steps
+    pixels = np.asarray(picture.convert("RGB")).astype(int)
+    for color, in_first in (((0, 255, 105), True), ((255, 0, 255), False)):
+        is_color = (abs(pixels - color) < 40).all(-1)
+        assert is_color[:, :900].any() == in_first and is_color[:, 900:].any()
+    assert (pixels[-1] == 255).all()
