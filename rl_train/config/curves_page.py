@@ -108,6 +108,7 @@ CURVES: dict[str, dict[str, str]] = {
         "TASK/likelihood": "likelihood of the true caption given the mask (`--reward_weights`)",
         "TASK/frac_replaced": "fraction of groups that `--resample_equal_groups` replaced",
         "TASK/frac_useful": "of the groups kept, the fraction whose rewards differ",
+        "TASK/overlong": "cost of long answers (`--overlong_buffer`)",
         "TASK/FUNCTION": "value of a function of `--reward`",
         "TASK/ablation_reward": "the reward that `--ablation_reward` puts in the task's place",
         "perf/peak_memory_gib": "peak of GPU memory in a step",

@@ -1,5 +1,6 @@
 """docs/flags.md: its table of curves has every curve that a run writes, and no other."""
 
+import itertools
 import json
 import re
 import sys
@@ -9,6 +10,7 @@ import pytest
 
 from rl_train.config.curves_page import CURVES
 from rl_train.points.parser import REASONS, REPAIRS
+from rl_train.policies.qwen_vl import QwenVLPolicy
 from rl_train.tasks import TASKS
 from rl_train.tasks.sft_tasks import SFT_TASKS
 from tests import supervised
@@ -96,6 +98,7 @@ def of_many_flags(data, folder):
             reward_weights=weights,
             llm_judge_base_url=server.url,
             resample_equal_groups=1,
+            overlong_buffer=4,
             eval_samples=8,
         )
         return run(data, folder / "run", max_steps=1, **flags)
@@ -106,7 +109,7 @@ def of_referring(data, folder):
     weights = [f"referring.{name}=1" for name in ("iou", "matched", "box_iou", "centre")]
     places = dict.fromkeys(("data_dir", "eval_data_dir"), folder / "data")
     flags = places | dict(dataset="grefcoco", train_eval_overlap="keep", max_bad_fraction=1)
-    flags |= dict(tasks="referring", think="", reward_weights=weights, eval_samples=6)
+    flags |= dict(tasks="referring", think="", reward_weights=weights, eval_samples=16)
     return run(data, folder / "run", max_steps=1, latent_std=4, **flags)
 
 
@@ -125,23 +128,32 @@ def of_supervised_training(data, folder):
     return supervised.run(data, folder / "run", max_steps=1)
 
 
-def of_points(data, folder, **flags):
+def of_points(data, folder, answer: str, **flags):
+    """A run whose answers are every other time `answer`, and unreadable the other times."""
     models = dict(model_path=write_qwen(folder / "qwen"), sam_path=write_sam(folder / "sam"))
-    flags = dict(answer_style="points", sam_passes=1) | flags
-    flags |= dict(tasks="point_segmentation", image_size=56, latent_std=None)
-    return run(data, folder / "run", max_steps=1, max_completion_length=4, **models, **flags)
+    flags |= dict(tasks="point_segmentation", image_size=56, latent_std=None, sam_passes=1)
+    number = itertools.count()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(
+            QwenVLPolicy, "completion_text", lambda *_: "so" if next(number) % 2 else answer
+        )
+        return run(data, folder / "run", max_steps=1, max_completion_length=4, **models, **flags)
 
 
 def of_points_one_by_one(data, folder):
-    return of_points(data, folder, reward_weights=["points.iou=1", "points.matched=1"])
+    answer = '{"points": [[20, 20]], "negative_points": [[40, 40]]}'
+    weights = ["points.iou=1", "points.matched=1"]
+    return of_points(data, folder, answer, answer_style="points", reward_weights=weights)
 
 
 def of_published_points(data, folder):
     train = write_parquet(folder / "train", [row(k, visionreasoner_solution(k)) for k in range(8)])
     heldout = [row(k, visionreasoner_solution(k)) for k in range(20, 26)]
+    answer = json.dumps([dict(bbox_2d=[7, 13, 33, 40], point_2d=[20, 27])])
     flags = dict(data_dir=train, eval_data_dir=write_parquet(folder / "heldout", heldout))
     flags |= dict(dataset="segzero", answer_style="visionreasoner", negative_points="off")
-    return of_points(data, folder, reward_set="visionreasoner", **flags)
+    answer = f"<think>so</think><answer>{answer}</answer>"
+    return of_points(data, folder, answer, reward_set="visionreasoner", **flags)
 
 
 def test_every_row_is_a_curve_of_some_run(data, one_core, both_loops, tmp_path, monkeypatch):
