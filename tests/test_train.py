@@ -1,6 +1,7 @@
 """The entry point, run as a user runs it, on the tiny checkpoint and drawn scenes."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -112,6 +113,22 @@ def test_pictures_of_both_loops(two_steps):
         # First the base alone, then the policy beside it.
         assert [picture.width for picture in log.Images(tag)] == [848, 1276]
     assert "custom_scalars__config__" in log.Tags()["tensors"]
+
+
+def test_a_resumed_run_draws_the_base_as_before(data, tmp_path):
+    """Its answers come from the file of the evaluation before training."""
+    how = dict(num_generations=4, eval_samples=2, seed=1, save_steps=1)
+    whole = run(data, tmp_path / "whole", **how)
+    resumed = shutil.copytree(whole, tmp_path / "resumed")
+    shutil.rmtree(resumed / "checkpoint_step_2")
+    (resumed / "evaluation" / "step_2.json").unlink()
+    run(data, resumed, **how, resume="")
+    assert len(list((resumed / "tensorboard").iterdir())) == 2  # a file of each session
+    for number in (1, 2):
+        images = [events(folder).Images(f"eval/sample_{number}") for folder in (whole, resumed)]
+        drawn, again = ([(i.step, i.encoded_image_string) for i in of_run] for of_run in images)
+        assert [step for step, _ in drawn] == [0, 2] and drawn == again
+    assert curve(resumed, "Main/eval_seg_iou") == curve(whole, "Main/eval_seg_iou")
 
 
 def test_total_loss_is_the_weighted_sum(data, two_steps, tmp_path):

@@ -143,9 +143,9 @@ class RunLogger:
             self.jsonl.close()
 
 
-# Charts of each task, {title: metric}. Each chart stands beside that of the other tasks.
+# {section: metric}. A section has the metric's chart of each task, side by side.
 ROLLOUT_CHARTS = {
-    "mean reward": "reward_mean",
+    "reward": "reward_mean",
     "KL to the reference": "kl_div",
     "groups whose rewards are all equal": "frac_zero_std",
     "answers cut at the limit": "truncated_frac",
@@ -170,12 +170,11 @@ def overview_layout(tasks: Sequence[str], samples_answers: bool) -> dict[str, di
         return chart(*[f"{role}/{metric}" for metric in metrics for role in roles])
 
     charts = ROLLOUT_CHARTS if samples_answers else SFT_CHARTS
-    return {
-        "the tasks side by side": {
-            f"{task}: {title}": chart(f"{task}/{metric}")
-            for title, metric in charts.items()
-            for task in tasks
-        },
+    side_by_side = {
+        title: {f"{task}: {title}": chart(f"{task}/{metric}") for task in tasks}
+        for title, metric in charts.items()
+    }
+    return side_by_side | {
         "held out: policy (eval) and teacher (eval_ema)": {
             "IoU of masks": held_out("seg_iou", "cycle_iou"),
             "METEOR of captions": held_out("caption_meteor", "cycle_meteor"),

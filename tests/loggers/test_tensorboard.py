@@ -129,18 +129,18 @@ def test_no_scene_has_a_contour_s_color():
 
 def test_the_overview_has_the_loops_side_by_side():
     layout = overview_layout(["loop1", "loop2"], samples_answers=True)
-    charts = layout["the tasks side by side"]
-    assert list(charts)[:4] == [
-        "loop1: mean reward",
-        "loop2: mean reward",
-        "loop1: KL to the reference",
-        "loop2: KL to the reference",
-    ]
-    assert charts["loop2: mean reward"] == ["Multiline", ["^loop2/reward_mean$"]]
+    assert list(layout)[:2] == ["reward", "KL to the reference"]
+    assert layout["reward"] == {
+        "loop1: reward": ["Multiline", ["^loop1/reward_mean$"]],
+        "loop2: reward": ["Multiline", ["^loop2/reward_mean$"]],
+    }
+    assert list(layout["loss"]) == ["loop1: loss", "loop2: loss"]
     held_out = layout["held out: policy (eval) and teacher (eval_ema)"]["IoU of masks"]
     assert held_out[1][:2] == ["^eval/seg_iou$", "^eval_ema/seg_iou$"]
     supervised = overview_layout(["region_captions"], samples_answers=False)
-    assert list(supervised["the tasks side by side"])[0] == "region_captions: loss"
+    assert supervised["loss"] == {
+        "region_captions: loss": ["Multiline", ["^region_captions/loss$"]]
+    }
     assert "reward" not in str(supervised) and "eval_ema/" not in str(supervised)
 
 
