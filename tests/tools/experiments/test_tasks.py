@@ -14,6 +14,7 @@ from rl_train.rollout import Batch
 from rl_train.sft import SFT
 from rl_train.tasks.base import TaskContext
 from sa2va_hf.prompts import THINK_FIRST
+from tools.experiments.tasks import __main__ as experiment
 from tools.experiments.tasks import data, table, thinking
 from tools.experiments.tasks.__main__ import Runs, build_parser
 from tools.experiments.tasks.arms import COMPARISONS
@@ -48,10 +49,12 @@ def test_every_arm_is_flags_that_its_training_knows(tmp_path, monkeypatch):
         parsed[name] = config.flags
         if not name.startswith("base_"):
             assert config.rollout.batch_size == 8 and config.optim.max_steps == 7
-            assert config.flags.get("mask_loss_coef", 0) == 0
-    assert len(parsed) == 3 + sum(len(c.arms) * len(c.rates) for c in COMPARISONS.values())
+            with_mask_term = "mask_term" in name
+            assert bool(config.flags.get("mask_loss_coef", 0)) == with_mask_term
+    assert len(parsed) == 4 + sum(len(c.arms) * len(c.rates) for c in COMPARISONS.values())
     listed = [f for f in parsed.values() if f["sample_list"]]
-    assert {f["sample_list"].rsplit("/")[-1] for f in listed} == {"some.txt", "best.jsonl"}
+    files = {f["sample_list"].rsplit("/")[-1] for f in listed}
+    assert files == {"named.txt", "some.txt", "best.jsonl"}
 
 
 def test_half_of_the_phrases_name_nothing(tmp_path):
@@ -61,6 +64,18 @@ def test_half_of_the_phrases_name_nothing(tmp_path):
     none = [not len(sample["objects"]) for sample in samples]
     assert 0.3 < np.mean(none) <= 0.5 and any(len(s["objects"]) > 1 for s in samples)
     assert all(s["mask"].any() != empty for s, empty in zip(samples, none))
+
+
+def test_the_base_of_several_is_taught_the_phrases_that_name_something(tmp_path, monkeypatch):
+    """Taught others too, it answers half of all phrases, whatever they name, with no [SEG]."""
+    monkeypatch.setattr(experiment, "SCENES", {"train": 2, "heldout": 1})
+    runs = runs_of(tmp_path)
+    runs.make_data({"several"})
+    dataset = GraspAnyRegionDataset(runs.data / "several" / "train")
+    named = runs.lists["named"].read_text().split()
+    assert 0 < len(named) < len(dataset)
+    for i in range(len(dataset)):
+        assert (dataset.image_id(i) in named) == bool(len(dataset[i]["objects"]))
 
 
 def test_grounded_captions_say_their_objects_from_left_to_right(tmp_path):

@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,9 +27,7 @@ from tools.experiments.tasks.data import write_grounded, write_several
 from tools.experiments.tasks.table import markdown, of_comparison
 
 SCENES = {"train": 400, "heldout": 80}
-# Of the training samples the ranked ones, which "all samples" trains on too; the part of them that
-# --sample_list keeps.
-RANKED_SAMPLES, BEST_FRACTION = 640, 0.5
+BEST_FRACTION = 0.5  # of the ranked samples, which --sample_list keeps
 
 
 class Runs:
@@ -37,6 +36,12 @@ class Runs:
     def __init__(self, args: argparse.Namespace):
         self.args, self.folder = args, args.work_dir.resolve()
         self.data, self.ranks = self.folder / "data", self.folder / "ranks"
+        # Of --sample_list: the phrases that name something, the ranked ones, and their best.
+        self.lists = dict(
+            named=self.data / "named.txt",
+            some=self.ranks / "some.txt",
+            best=self.ranks / "best.jsonl",
+        )
         self.pool = ThreadPoolExecutor(args.jobs)  # threads only wait
         self.until = time.monotonic() + args.seconds
 
@@ -67,6 +72,10 @@ class Runs:
                 unfinished = self.data / f"{name}.part"
                 write(unfinished, 0, SCENES)
                 unfinished.rename(self.data / name)
+        if "several" in folders:
+            dataset = GraspAnyRegionDataset(self.data / "several" / "train")
+            some = [i for i in range(len(dataset)) if len(dataset[i]["objects"])]
+            write_ids(self.lists["named"], dataset, some)
 
     def data_words(self, comparison: Comparison) -> list[str]:
         """Return the flags of a comparison's data."""
@@ -85,6 +94,7 @@ class Runs:
         words += [*self.data_words(comparison), *SFT.replace("size 8", "size 16").split()]
         words += ["--eval_steps", "0", "--merge_at_end", "policy", *base.flags.split()]
         words += ["--max_steps", str(self.args.base_steps or base.steps), "--resume", "auto"]
+        words = [word.format(**self.lists) for word in words]
         done = output / "final_model" / "README.md"
         return self.command(f"base_{comparison.base}", "rl_train.sft", words, done)
 
@@ -99,14 +109,13 @@ class Runs:
             return fault
         folder, dataset = self.ranks, GraspAnyRegionDataset(self.data / comparison.data / "train")
         folder.mkdir(exist_ok=True)
-        stride = -(-len(dataset) // RANKED_SAMPLES)
-        some = [dataset.image_id(i) for i in range(0, len(dataset), stride)]
-        (folder / "some.txt").write_text("\n".join(some) + "\n")
+        stride = -(-len(dataset) // self.args.ranked_samples)
+        write_ids(self.lists["some"], dataset, range(0, len(dataset), stride))
         words = ["--model_path", self.model(comparison), *self.data_words(comparison)]
-        words += ["--sample_list", str(folder / "some.txt")]
+        words += ["--sample_list", str(self.lists["some"])]
         words += [*RANK.split(), "--output", str(folder / "ranks.jsonl"), "--seed", "50"]
-        words += ["--best", str(folder / "best.jsonl"), "--best_fraction", str(BEST_FRACTION)]
-        return self.command("rank", "tools.rank_samples", words, folder / "best.jsonl")
+        words += ["--best", str(self.lists["best"]), "--best_fraction", str(BEST_FRACTION)]
+        return self.command("rank", "tools.rank_samples", words, self.lists["best"])
 
     def arm(
         self, name: str, arm_name: str, rate: str, seed: int, needs: list[Future[str | None]]
@@ -122,13 +131,12 @@ class Runs:
         words += ["--max_steps", str(steps), "--eval_steps", str(comparison.eval_steps)]
         words += ["--save_steps", "1000", "--merge_at_end", "none"]
         words += ["--resume", "auto"]  # of a run that was broken off
-        lists = dict(some=self.ranks / "some.txt", best=self.ranks / "best.jsonl")
-        words = [word.format(**lists) for word in words]
+        words = [word.format(**self.lists) for word in words]
         done = output / "evaluation" / f"step_{steps}.json"
         return self.command("-".join(output.parts[-4:]), arm.module, words, done)
 
     def output(self, name: str, arm_name: str, rate: str, seed: int) -> Path:
-        arm_folder = arm_name.replace("--", "").replace(" ", "_")
+        arm_folder = arm_name.replace("--", "").replace(",", "").replace(" ", "_")
         return self.folder / "runs" / name / arm_folder / rate / f"seed{seed}"
 
     def run_all(self) -> list[str]:
@@ -157,6 +165,11 @@ class Runs:
         return [fault for job in jobs if (fault := job.result())]
 
 
+def write_ids(file: Path, dataset: GraspAnyRegionDataset, samples: Iterable[int]):
+    """Write the ids of samples, for --sample_list."""
+    file.write_text("\n".join(dataset.image_id(i) for i in samples) + "\n")
+
+
 def build_parser() -> FlagParser:
     parser = FlagParser(prog="python -m tools.experiments.tasks", description=__doc__)
     add = parser.add_argument
@@ -168,6 +181,8 @@ def build_parser() -> FlagParser:
     add("--steps", type=int, default=60, help="of every arm, of 8 samples each")
     add("--base_steps", type=int, help="of the bases; default: those of arms.BASES")
     add("--eval_samples", type=int, default=192, help="held-out samples")
+    ranked = 'training samples that `ranking` ranks, which its "all samples" trains on too'
+    add("--ranked_samples", type=int, default=640, help=ranked)
     limit = "after which no further run begins; what is complete is written"
     add("--seconds", type=float, default=float("inf"), help=limit)
     return parser
