@@ -79,7 +79,8 @@ BASES = {
 }
 REFERRING = f"--tasks referring {POLICY_TERM}"
 # The prompt of SAM2 learns faster than the answer's text, which a higher rate breaks.
-ONE_OR_NONE = f"{REFERRING} --text_hidden_fcs_lr 1e-3"
+WITH_MASK_TERM = "--tasks referring --text_hidden_fcs_lr 1e-3"
+ONE_OR_NONE = f"{WITH_MASK_TERM} {POLICY_TERM}"
 GROUNDED = f"--tasks grounded_captioning {POLICY_TERM}"
 THINK = f"{REFERRING} --think"
 COMPARISONS = {
@@ -118,7 +119,8 @@ COMPARISONS = {
         metrics=("seg_iou", "seg_matched", "n_acc", "t_acc"),
         arms={
             "referring": Arm(ONE_OR_NONE),
-            "referring, mask term": Arm("--tasks referring --text_hidden_fcs_lr 1e-3"),
+            "referring, mask term": Arm(WITH_MASK_TERM),
+            "mask term alone": Arm(f"{WITH_MASK_TERM} --ablation_reward constant"),
             "supervised": Arm(MASKS, supervised=True),
             "referring_confidence": Arm(f"{ONE_OR_NONE} --ablation_reward confidence"),
             "referring_matched": Arm(
