@@ -120,7 +120,8 @@ COMPARISONS = {
         arms={
             "referring": Arm(ONE_OR_NONE),
             "referring, mask term": Arm(WITH_MASK_TERM),
-            "mask term alone": Arm(f"{WITH_MASK_TERM} --ablation_reward constant"),
+            # Equal rewards would leave out the step, and the term with it.
+            "mask term, shuffled reward": Arm(f"{WITH_MASK_TERM} --ablation_reward shuffled"),
             "supervised": Arm(MASKS, supervised=True),
             "referring_confidence": Arm(f"{ONE_OR_NONE} --ablation_reward confidence"),
             "referring_matched": Arm(
