@@ -14,6 +14,10 @@ choosing among 8 sampled captions, by an oracle or by what the model itself make
 
     python -m tools.evaluate ... --attributes D/attributes.json --distractors --best_of 8
 
+Two checkpoints of a run, on its own evaluation split by its own flags (--run R --help):
+
+    python -m tools.evaluate --run O [--compare base 120] [--output F.json]
+
 Qwen-VL, which answers with box and points, and SAM2; of a checkpoint its run's flags hold:
 
     python -m tools.evaluate --model_path Q --sam_path S --answer_style segzero --data_dir D
@@ -34,6 +38,7 @@ of processes write the same file.
 
 import json
 import re
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -77,6 +82,7 @@ from rl_train.tasks.point_segmentation import PointSegmentation
 from rl_train.utils.command_line import run_program
 from rl_train.utils.io import check_writable
 from sa2va_hf.prompts import THINK_FIRST
+from tools import evaluate_run
 from tools.evaluate_flags import NOT_SAVED, POINT_FLAGS, build_parser, flags_of_run
 
 # {--protocol: data sets that it is about}
@@ -391,6 +397,10 @@ def comparison(before: dict, result: EvalResult, flags: dict) -> str:
 
 
 def main(argv: Sequence[str] | None = None):
+    words = sys.argv[1:] if argv is None else argv
+    if "--run" in {word.partition("=")[0] for word in words}:
+        evaluate_run.main(words)
+        return
     parser = build_parser(__doc__)
     args = parser.parse_args(argv)
     require_wordnet()

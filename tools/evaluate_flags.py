@@ -22,6 +22,7 @@ def build_parser(description: str) -> FlagParser:
     parser = FlagParser(
         prog="python -m tools.evaluate",
         description=description,
+        elsewhere={"--compare": "only with --run"},
     )
     add = parser.add_argument
     add(

@@ -72,7 +72,13 @@ def find_in_the_way(output_dir: Path, with_checkpoints: bool) -> str | None:
     Args:
         with_checkpoints: False if the run may go on from a checkpoint_step_N in the folder.
     """
-    patterns = ["rollouts/rank*.jsonl", "evaluation/step_*.json", "train.log", "wandb.json"]
+    patterns = [
+        "rollouts/rank*.jsonl",
+        "evaluation/step_*.json",
+        "train.log",
+        "wandb.json",
+        "starts.json",
+    ]
     patterns += [BEST_CHECKPOINT, FINAL_MODEL]
     paths = [path for pattern in patterns for path in sorted(output_dir.glob(pattern))]
     in_the_way = [

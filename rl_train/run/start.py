@@ -26,6 +26,7 @@ from rl_train.run.consistency import check_same_data, check_same_start, check_sa
 from rl_train.run.lr_schedule import follow_new_length
 from rl_train.run.memory_estimate import standing_memory
 from rl_train.run.open_data import build_sampler, open_data
+from rl_train.run.provenance import read_starts, record_start
 from rl_train.tasks.ablated import AblatedTask
 from rl_train.utils.io import lock, read_json, wrap_write_errors, write_json
 from sa2va_hf import hub
@@ -193,11 +194,13 @@ def claim_output_dir(run: Run, text_log: TextLog):
         with wrap_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         run.lock = lock(folder)
+        earlier_starts = read_starts(folder)
         record = write_record(folder, run)
         save_load.clean_output_dir(folder, run.state.step, run.config.run.save_total_limit)
         if (project := run.config.run.wandb) is not None:
             start_wandb(folder, project, run.flags)
         write_json(folder / "config.json", run.flags, indent=2)  # last: the folder holds a run
+        record_start(folder, earlier_starts, run)
         text_log.open(folder)
     # Nobody goes on if the folder has been taken.
     run.num_rollout_files = process_group.gather_objects(record.num_ranks)[0]

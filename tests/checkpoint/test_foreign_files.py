@@ -127,6 +127,7 @@ IN_THE_WAY = [
     "final_model/config.json",
     "wandb.json",
     "train.log",
+    "starts.json",
 ]
 
 
