@@ -159,3 +159,6 @@ def test_a_run_by_the_config_of_another(data, tmp_path, capsys):
     words = ["--config", str(tmp_path / "c.json"), "--output_dir", str(first), "--resume"]
     train.main(words)
     assert read_json(first / "config.json")["max_steps"] == 2
+    starts = read_json(first / "starts.json")["starts"]  # each with its own flags
+    assert [start["from_step"] for start in starts] == [0, 1]
+    assert [start["flags"]["max_steps"] for start in starts] == [1, 2]
