@@ -29,29 +29,22 @@ from tests.updates import (
     in_backward,
     largest_difference,
     mean,
-    moved,
+    moved_policy,
     reference_of,
     roll,
+    roll_loops,
     task_of,
     work_of,
 )
 
-
-@pytest.fixture(scope="module")
-def model(policy):
-    return moved(policy())
+model = pytest.fixture(scope="module")(moved_policy)
+rollouts = pytest.fixture(scope="module")(roll_loops)
 
 
 @pytest.fixture(scope="module")
 def two(scenes, prepare, model):
     """The first two scenes as a batch."""
     return prepare(scenes[:2], model.processor)
-
-
-@pytest.fixture(scope="module")
-def rollouts(model, two):
-    """{loop: rollout of 4 rows}."""
-    return {loop: roll(model, task_of(model, loop), two) for loop in (1, 2)}
 
 
 # The start
@@ -148,7 +141,7 @@ def column_of(model, name) -> str:
 
 
 def test_gradient_of_each_term_by_module(model, two, rollouts):
-    """Which weights one update of each term reaches; prints the norms."""
+    """Weights that one update of each term reaches; prints the norms."""
     plain = roll(model, task_of(model, 2, latent_std=0.0), two)
     assert plain.latents.logp is None and not plain.latents.noise.any()
     assert {column_of(model, n) for n in model.trainable} == set(COLUMNS)
@@ -275,7 +268,7 @@ def test_micro_batches_cover_all_rows_once(rollouts):
 
 
 def test_totals_by_hand():
-    """Of two batches of 4 rows with 3 tokens each; one row has no reward."""
+    """Two batches of 4 rows with 3 tokens each; one row has no reward."""
     nan, valid = torch.nan, torch.ones(4, 3, dtype=torch.bool)
     two_each = SimpleNamespace(rows=torch.arange(4).repeat_interleave(2))
 

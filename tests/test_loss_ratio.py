@@ -1,4 +1,4 @@
-"""With what a loss compares: the reference, if it is asked, and the log-probs at sampling."""
+"""References of a loss: the reference model, if it is asked, and log-probs at sampling."""
 
 from dataclasses import replace
 
@@ -11,22 +11,14 @@ from tests.updates import (
     backward,
     largest_difference,
     mean,
-    moved,
+    moved_policy,
     roll_loops,
     task_of,
     work_of,
 )
 
-
-@pytest.fixture(scope="module")
-def model(policy):
-    return moved(policy())
-
-
-@pytest.fixture(scope="module")
-def rollouts(scenes, prepare, model):
-    """{loop: rollout of 4 rows}."""
-    return roll_loops(model, scenes, prepare)
+model = pytest.fixture(scope="module")(moved_policy)
+rollouts = pytest.fixture(scope="module")(roll_loops)
 
 
 def test_without_a_kl_the_reference_changes_nothing_and_is_not_needed(model, rollouts):

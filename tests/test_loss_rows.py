@@ -21,7 +21,7 @@ from tests.updates import (
     POLICY_ALONE,
     backward,
     largest_difference,
-    moved,
+    moved_policy,
     reference_of,
     roll,
     roll_loops,
@@ -29,16 +29,8 @@ from tests.updates import (
     work_of,
 )
 
-
-@pytest.fixture(scope="module")
-def model(policy):
-    return moved(policy())
-
-
-@pytest.fixture(scope="module")
-def rollouts(scenes, prepare, model):
-    """{loop: rollout of 4 rows}."""
-    return roll_loops(model, scenes, prepare)
+model = pytest.fixture(scope="module")(moved_policy)
+rollouts = pytest.fixture(scope="module")(roll_loops)
 
 
 class Rows(SimpleNamespace):
@@ -90,7 +82,7 @@ def test_masked_rows_leave_the_loss_as_rows_without_reward_do(model, rollouts):
 
 
 def test_a_masked_row_counts_in_its_group_and_not_in_the_divisors():
-    """Of rewards 1, 0 | 1, 0 | .5, .5 the two cut answers still give their neighbours a sign."""
+    """The two cut answers of rewards 1, 0 | 1, 0 | .5, .5 give their neighbours a sign."""
     work = without_model([1.0, 0, 1, 0, 0.5, 0.5], [False, True, True, True, False, False])
     s = 0.5 / (0.5**0.5 + 1e-4)
     assert work.advantages.tolist() == pytest.approx([s, -s, s, -s, 0, 0])
@@ -109,7 +101,7 @@ def test_a_masked_row_counts_in_its_group_and_not_in_the_divisors():
 def test_a_group_of_equal_rewards_costs_no_backward_and_changes_no_gradient(
     model, scenes, prepare, loop
 ):
-    """Of three groups the middle one is left out; a third of the forward and backward is saved."""
+    """The middle one of three groups is left out; a third of forward and backward is saved."""
     batch, task = prepare(scenes[:3], model.processor), task_of(model, loop)
     advantages = torch.tensor([0.7, -0.7, 0, 0, -0.4, 0.4])
     work = work_of(model, task, roll(model, task, batch), advantages)

@@ -24,8 +24,9 @@ ADVANTAGES = torch.tensor([0.7, -0.7, -0.7, 0.7])  # of 2 scenes x GENERATIONS
 POLICY_ALONE = LossConfig(kl_coef=0.0)
 
 
-def moved(model):
-    """The policy, its LoRA's B no longer 0 (where no gradient would reach A)."""
+def moved_policy(policy):
+    """A policy, its LoRA's B no longer 0 (where no gradient would reach A)."""
+    model = policy()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, p in model.trainable.items():
@@ -69,7 +70,7 @@ def roll_loops(model, scenes, prepare) -> dict:
 
 @torch.no_grad()
 def reference_of(model, task, rollout) -> ReferenceScores:
-    """What the weights in use say of a rollout."""
+    """Scores of a rollout by the weights in use."""
     return reference_scores(model, task, rollout, len(rollout))
 
 
@@ -85,7 +86,7 @@ def work_of(
 
 
 def totals_by_hand(work: ScoredRollout) -> LossDenominators:
-    """Of a step of one rank with this rollout alone."""
+    """Denominators of a step of one rank with this rollout alone."""
     rollout, scored = work.rollout, work.in_loss
     actions = int(scored[rollout.latents.rows].sum()) if work.task.action else 0
     return LossDenominators(len(rollout), int(rollout.valid[scored].sum()), max(actions, 1))
@@ -142,13 +143,13 @@ def reached(model, gradients) -> set[str]:
 
 
 def largest_difference(a, b) -> float:
-    """Of two sets of tensors of the same names."""
+    """Return the largest difference of two sets of tensors of the same names."""
     assert a.keys() == b.keys()
     return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
 def equal(a, b) -> bool:
-    """Whether two nests of records, lists, dictionaries and tensors hold the same."""
+    """Return whether two nests of records, lists, dictionaries and tensors hold the same."""
     if dataclasses.is_dataclass(a):
         return type(a) is type(b) and equal(vars(a), vars(b))
     if isinstance(a, torch.Tensor):

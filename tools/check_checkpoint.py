@@ -178,7 +178,7 @@ def check_answers(
     answers = record_answers(model, asked, max_new_tokens, tokenizer=tokenizer)
     texts, faults = [], []
     for name, answer in answers.items():
-        texts.append(f"{name}: {describe_answer(name, answer)}")
+        texts.append(f"{name}: {describe_answer(answer)}")
         if name != "region" and not answer["masks"]:
             faults.append(f"no mask for the {name}")
         if len(answer["ids"]) == max_new_tokens:
@@ -196,7 +196,7 @@ def reads_regions(model: Sa2VAModel) -> bool:
     return families.family_of(model.config.raw).model.region_prompts[0] == "tokens"
 
 
-def describe_answer(name: str, answer: dict) -> str:
+def describe_answer(answer: dict) -> str:
     """Return an answer's words, and the IoU of its first mask with the circle."""
     words = answer["text"] if len(answer["text"]) <= 80 else answer["text"][:77] + "..."
     if not answer["masks"]:

@@ -8,14 +8,12 @@ import torch
 from rl_train.policies import sa2va
 from rl_train.policies.sa2va_queries import row_masks
 from rl_train.utils.rng import RowRNG
-from tests.updates import STEPS, backward, largest_difference, moved, roll, task_of, work_of
+from tests.updates import STEPS, backward, largest_difference, moved_policy, roll, task_of, work_of
 
 CAP = 8  # masks of an answer, the default
 
 
-@pytest.fixture(scope="module")
-def model(policy):
-    return moved(policy())
+model = pytest.fixture(scope="module")(moved_policy)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +79,7 @@ def test_chunks_have_the_gradient_of_the_whole_and_keep_little(
 
 
 def test_what_fits_a_chunk_is_decoded_as_ever_bit_for_bit(model, task, only_seg, monkeypatch):
-    """In one piece, and not computed twice."""
+    """It is decoded in one piece, and not computed twice."""
     by_chunks, _, _ = update(model, task, only_seg)
     monkeypatch.setattr(sa2va, "by_chunks", lambda compute, num_masks: compute(slice(None)))
     monkeypatch.setattr("rl_train.tasks.latent_mask.by_chunks", sa2va.by_chunks)
@@ -104,7 +102,7 @@ def test_masks_without_gradient_come_in_chunks_too(model, images, monkeypatch):
 
 
 def test_of_an_answer_only_the_first_are_masks(model, task, only_seg):
-    """As sampled, as scored and as counted; a row of just as many is not over the cap."""
+    """Sampling, scoring and counting agree; a row of just as many is not over the cap."""
     drawn = only_seg.latents
     assert drawn.rows.tolist() == [row for row in range(4) for _ in range(CAP)]
     assert model.seg_tokens(only_seg.ids, only_seg.valid)[0].tolist() == (

@@ -19,17 +19,14 @@ from tests.updates import (
     ADVANTAGES,
     SIGMA,
     backward,
-    moved,
+    moved_policy,
     reached,
     roll,
     task_of,
     work_of,
 )
 
-
-@pytest.fixture(scope="module")
-def model(policy):
-    return moved(policy())
+model = pytest.fixture(scope="module")(moved_policy)
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +241,7 @@ def test_the_mask_term_is_of_the_sampled_masks(model, rollout):
 
 
 def test_a_row_without_reward_has_neither_term(model, rollout):
-    """By hand: the terms of the scored rows alone, divided by their [SEG]."""
+    """The terms of the scored rows alone, divided by their [SEG]."""
     scored, task = torch.tensor([True, False, True, True]), task_of(model, 2, mask_loss_coef=1.0)
     reference = ReferenceScores(rollout.logp, model.mask_embeddings(rollout)[1] + SIGMA)
     work = work_of(model, task, rollout, torch.zeros(4), scored, reference)

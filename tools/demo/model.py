@@ -1,20 +1,16 @@
 """The demo's Sa2VAs: configurations, tokenizer and random weights."""
 
+from collections.abc import Iterable
 from functools import partial
 
 import torch
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from sa2va_hf import PROMPT_TEMPLATE, Sa2VAModel
 from sa2va_hf.prompts import DESCRIBE, SEGMENT_ANSWERS, SEGMENT_WORDINGS
-from tools.demo.new_folder import new_config, new_tokenizer
+from tools.demo.new_folder import new_config, train_tokenizer
 from tools.demo.scenes import TINY, WARM_START, Kind, in_order, make_scene
 
-QWEN2_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 SPECIAL_TOKENS = [
     "<|endoftext|>",
     "<|im_start|>",
@@ -107,34 +103,23 @@ MID_CONFIG = new_config(  # 63 M weights
 
 
 def make_tokenizer(seed: int, kind: Kind = TINY, workers: int = 0) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE with Qwen2's pre-tokenisation on the demo's texts.
+    """Train the tokenizer of the demo's scenes."""
+    scenes = in_order(partial(make_scene, seed, WARM_START, kind=kind), 300, workers)
+    return tokenizer_of((obj.caption for scene in scenes for obj in scene.objects), 640)
+
+
+def tokenizer_of(captions: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a tokenizer on captions and the prompts' texts.
 
     As in the real tokenizer, `<|end|>` is plain text whose ids depend on what precedes it.
     """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(QWEN2_PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    scenes = in_order(partial(make_scene, seed, WARM_START, kind=kind), 300, workers)
-    texts = [obj.caption + "<|end|>\n" for scene in scenes for obj in scene.objects]
+    texts = [f"{caption}<|end|>\n" for caption in captions]
     template = PROMPT_TEMPLATE["phi3_chat"]["INSTRUCTION"]
     for wording in (DESCRIBE, *SEGMENT_WORDINGS):
         question = "There are 1 part regions in the picture: region1.\n" + wording
         texts += [template.replace("{input}", question)] * 20
-    texts += [answer + "<|end|>\n" for answer in SEGMENT_ANSWERS] * 20
-    tokenizer.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=640,
-            special_tokens=[],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
-    return new_tokenizer(tokenizer, SPECIAL_TOKENS)
+    texts += [f"{answer}<|end|>\n" for answer in SEGMENT_ANSWERS] * 20
+    return train_tokenizer(texts, vocab_size, SPECIAL_TOKENS)
 
 
 def initialise(model: Sa2VAModel):

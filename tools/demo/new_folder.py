@@ -9,10 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from sa2va_hf import Sa2VAModel
+
+QWEN2_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 @contextlib.contextmanager
@@ -83,6 +88,30 @@ def new_tokenizer(bpe: Tokenizer, special_tokens: list[str]) -> PreTrainedTokeni
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
+
+
+def train_tokenizer(
+    texts: list[str], vocab_size: int, special_tokens: list[str]
+) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE with Qwen2's pre-tokenisation.
+
+    Args: vocab_size: largest number of tokens, without the special ones.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(QWEN2_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return new_tokenizer(tokenizer, special_tokens)
 
 
 def save(model: Sa2VAModel, tokenizer: PreTrainedTokenizerFast, folder: Path):

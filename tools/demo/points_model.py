@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
@@ -18,8 +17,7 @@ from rl_train.points.prompts import point_question
 from rl_train.policies.qwen_vl import AFTER_IMAGE, AFTER_QUESTION, chat_start
 from rl_train.policies.qwen_vl_model import SHARED_EMBEDDINGS, VERSIONS
 from tools.demo.clump_scenes import COLORS, SHAPES, SIDE
-from tools.demo.model import QWEN2_PATTERN
-from tools.demo.new_folder import new_tokenizer
+from tools.demo.new_folder import train_tokenizer
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
 SPECIAL += ["<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
@@ -94,28 +92,14 @@ def form(negatives: bool) -> AnswerFormat:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE with Qwen2's pre-tokenisation and special tokens on the demo."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(QWEN2_PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    """Train a tokenizer with Qwen2.5-VL's special tokens on the demo's questions and answers."""
     captions = [f"the {color} {shape}" for color in COLORS for shape in SHAPES]
     prompts = [PointPrompt((), ((10, 10),), negative) for negative in ((), ((10, 10),))]
     texts = [chat_start(VERSIONS["qwen2_5_vl"]), AFTER_IMAGE, AFTER_QUESTION]
     for answer_format in (form(True), form(False)):
         texts += [point_question(caption, answer_format) for caption in captions]
         texts += [answer_format.format(answer) for answer in prompts]
-    trainer = trainers.BpeTrainer(
-        vocab_size=512,
-        special_tokens=[],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return new_tokenizer(tokenizer, SPECIAL)
+    return train_tokenizer(texts, 512, SPECIAL)
 
 
 def new_qwen(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLForConditionalGeneration:

@@ -23,9 +23,7 @@ import torch
 from tqdm import tqdm
 
 from rl_train.data.loader import eval_loader
-from rl_train.data.workers import reporting_dead_workers
-from rl_train.distributed import process_group
-from rl_train.distributed.process_group import print0, raise_on_any_rank
+from rl_train.distributed.process_group import RankInfo, print0, raise_on_any_rank
 from rl_train.evaluation.bootstrap import bootstrap, means, paired_difference, rows_of
 from rl_train.evaluation.cycle_metrics import measure_captions
 from rl_train.export.load_policy import find_base, open_policy
@@ -34,6 +32,7 @@ from rl_train.utils.command_line import FlagParser, run_program
 from rl_train.utils.io import check_writable
 from tools.evaluate import build_dataset
 from tools.evaluate_flags import add_data_flags
+from tools.experiments.common import run_alone
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -177,7 +176,7 @@ def table(pairs: list[dict], num_samples: int) -> str:
     return "\n".join(lines)
 
 
-def run(args: argparse.Namespace, device: torch.device | str):
+def run(args: argparse.Namespace, ranks: RankInfo):
     """Let all speak, then all listen; print and write. Raises ValueError, naming the flag."""
     if args.output:
         check_writable("--output", args.output, is_file=True)
@@ -186,7 +185,7 @@ def run(args: argparse.Namespace, device: torch.device | str):
             raise ValueError(f"{flag} {' '.join(players)}: one of them is there twice")
         for player in players:  # said before data are read
             find_base(Path(player.removesuffix(TEACHER)), None, flag)
-    dataset = build_dataset(args)
+    dataset, device = build_dataset(args), ranks.device
     spoken = {speaker: speak(speaker, dataset, args, device) for speaker in args.speakers}
     pairs = []
     for listener in args.listeners:
@@ -204,16 +203,7 @@ def run(args: argparse.Namespace, device: torch.device | str):
 
 
 def main(argv: list[str] | None = None):
-    args = build_parser().parse_args(argv)
-    ranks = process_group.init()
-    try:
-        if ranks.world_size > 1:
-            raise ValueError("runs as one process")
-        reporting_dead_workers(args.num_workers, run, args, ranks.device)
-    except ValueError as error:  # the user's input: one sentence, no traceback
-        raise SystemExit(f"cross_play: {error}") from error
-    finally:
-        process_group.close()
+    run_alone(build_parser(), run, argv)
 
 
 if __name__ == "__main__":

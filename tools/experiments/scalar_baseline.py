@@ -16,17 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch.utils.data import Subset
 from tqdm import tqdm
 
-from rl_train.config.flags import COUNT, COUNT_OR_0
-from rl_train.config.grpo_config import DataConfig
-from rl_train.data import DATASETS
+from rl_train.config.flags import COUNT
 from rl_train.data.loader import eval_loader
-from rl_train.data.split import sample_regions, split_dataset
-from rl_train.data.workers import reporting_dead_workers
-from rl_train.distributed import process_group
-from rl_train.distributed.process_group import print0
+from rl_train.distributed.process_group import RankInfo, print0
 from rl_train.evaluation.bootstrap import paired_difference
 from rl_train.export.load_policy import find_base, open_policy
 from rl_train.policies.sa2va_queries import row_masks, segment_by_own_answer
@@ -34,6 +28,7 @@ from rl_train.rewards import mask_iou
 from rl_train.utils.command_line import FlagParser, run_program
 from rl_train.utils.io import check_writable
 from sa2va_hf.processing_sa2va import upsample_masks
+from tools.experiments.common import add_region_flags, open_regions, run_alone
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -57,17 +52,8 @@ def build_parser() -> FlagParser:
     )
     add = parser.add_argument
     add("--model_path", required=True, type=Path, help="Sa2VA folder, or a run's checkpoint")
-    add("--data_dir", required=True, help="folder of regions to choose on")
-    add("--eval_data_dir", required=True, help="folder of held-out regions")
-    add("--dataset", choices=list(DATASETS), default="gar", help="format of both")
-    add("--num_samples", type=COUNT, default=256, help="to choose on, spread over images")
-    add("--eval_samples", type=COUNT, default=128, help="held out; as of rl_train.train")
-    add("--batch_size", type=COUNT, default=8)
-    add("--max_completion_length", type=COUNT, default=128)
-    add("--max_prompt_length", type=COUNT, default=DataConfig.max_prompt_length)
+    add_region_flags(parser)
     add("--max_tiles", type=COUNT, default=1)
-    add("--num_workers", type=COUNT_OR_0, default=2)
-    add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     add("--output", type=Path, required=True, help="JSON file, with the IoU of every region")
     return parser
 
@@ -156,15 +142,11 @@ def table(results: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def run(args: argparse.Namespace, ranks: process_group.RankInfo):
+def run(args: argparse.Namespace, ranks: RankInfo):
     """Choose, apply, print and write; ValueError for what is wrong in the flags and files."""
     check_writable("--output", args.output, is_file=True)
     find_base(args.model_path, None, "--model_path")  # said before data are read
-    training, heldout, damaged = split_dataset(
-        DATASETS[args.dataset], args.data_dir, args.eval_data_dir, args.eval_samples, 1.0
-    )
-    chosen_on = Subset(training, sample_regions(training.image_keys, args.num_samples))
-    print0(f"--data_dir {args.data_dir}: {damaged.report}")
+    chosen_on, heldout = open_regions(args)
     policy = open_policy(
         args.model_path,
         None,
@@ -174,10 +156,7 @@ def run(args: argparse.Namespace, ranks: process_group.RankInfo):
         max_tiles=args.max_tiles,
         dtype=args.dtype,
     )
-    train, test = (
-        reporting_dead_workers(args.num_workers, all_ious, policy, dataset, args)
-        for dataset in (chosen_on, heldout)
-    )
+    train, test = (all_ious(policy, dataset, args) for dataset in (chosen_on, heldout))
     results = {scalar: chosen(scalar, train[scalar], test[scalar]) for scalar in GRIDS}
     print0(f"chosen on {len(chosen_on)} regions, held out {len(heldout)}\n\n{table(results)}")
     args.output.parent.mkdir(parents=True, exist_ok=True)
@@ -185,14 +164,7 @@ def run(args: argparse.Namespace, ranks: process_group.RankInfo):
 
 
 def main(argv: list[str] | None = None):
-    args = build_parser().parse_args(argv)
-    ranks = process_group.init()
-    try:
-        run(args, ranks)
-    except ValueError as error:  # the user's input: one sentence, no traceback
-        raise SystemExit(f"scalar_baseline: {error}") from error
-    finally:
-        process_group.close()
+    run_alone(build_parser(), run, argv)
 
 
 if __name__ == "__main__":

@@ -30,16 +30,15 @@ from rl_train.data.base import RegionDataset
 from rl_train.data.loader import eval_loader
 from rl_train.data.registry import opener_of
 from rl_train.data.split import sample_regions
-from rl_train.data.workers import reporting_dead_workers
-from rl_train.distributed import process_group
-from rl_train.distributed.process_group import print0
+from rl_train.distributed.process_group import RankInfo, print0
 from rl_train.export.load_policy import find_base, open_policy
 from rl_train.loggers.pictures import PREDICTED, REGION, fit_panel, overlay, side_by_side
 from rl_train.policies.sa2va import Sa2VAPolicy
-from rl_train.policies.sa2va_queries import describe, segment_generated
+from rl_train.policies.sa2va_queries import describe, segment_model_captions
 from rl_train.rewards import mask_iou
 from rl_train.utils.command_line import FlagParser, run_program
 from rl_train.utils.io import check_writable
+from tools.experiments.common import run_alone
 
 STYLE = "body{font-family:sans-serif;margin:1em} figure{margin:1em 0} figcaption{font-size:14px}"
 
@@ -88,7 +87,7 @@ def shown_by(policy: Sa2VAPolicy, dataset: Subset, args: argparse.Namespace) -> 
             (captions, shown.heard, shown.heard_iou),
             (batch.captions, shown.found, shown.found_iou),
         ):
-            segmented = segment_generated(policy, features, rows, texts, tokens).masks
+            segmented = segment_model_captions(policy, features, rows, texts, tokens).masks
             masks += [mask.cpu() for mask in segmented]
             ious += mask_iou(segmented, targets).tolist()
     return shown
@@ -125,7 +124,7 @@ def page(title: str, figures: list[str]) -> str:
     return f"<!doctype html>{head}<h1>{html.escape(title)}</h1><p>{panels}</p>" + "".join(figures)
 
 
-def run(args: argparse.Namespace, ranks: process_group.RankInfo):
+def run(args: argparse.Namespace, ranks: RankInfo):
     """Ask both models and write the page; ValueError for what is wrong in the flags and files."""
     check_writable("--output", args.output, is_file=True)
     for flag, path in (("--before", args.before), ("--after", args.after)):
@@ -153,16 +152,7 @@ def run(args: argparse.Namespace, ranks: process_group.RankInfo):
 
 
 def main(argv: list[str] | None = None):
-    args = build_parser().parse_args(argv)
-    ranks = process_group.init()
-    try:
-        if ranks.world_size > 1:
-            raise ValueError("runs as one process")
-        reporting_dead_workers(args.num_workers, run, args, ranks)
-    except ValueError as error:  # the user's input: one sentence, no traceback
-        raise SystemExit(f"sheet: {error}") from error
-    finally:
-        process_group.close()
+    run_alone(build_parser(), run, argv)
 
 
 if __name__ == "__main__":

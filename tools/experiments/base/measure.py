@@ -1,4 +1,4 @@
-"""What a base says, finds and holds: accuracy, a confusion table, and a probe of its features.
+"""Measure a base: accuracy, a confusion table, and a probe of its features.
 
 Letters: n regions, C width of a feature.
 """

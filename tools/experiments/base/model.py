@@ -1,16 +1,6 @@
-"""The base's configuration and tokenizer."""
+"""The base's configuration."""
 
-from collections.abc import Iterable
-
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
-
-from sa2va_hf import PROMPT_TEMPLATE
-from sa2va_hf.prompts import DESCRIBE, SEGMENT_ANSWERS, SEGMENT_WORDINGS
-from tools.demo.model import QWEN2_PATTERN, SPECIAL_TOKENS
-from tools.demo.new_folder import new_config, new_tokenizer
-
-VOCABULARY = 900  # of the tokenizer at most, without special tokens
+from tools.demo.new_folder import new_config
 
 
 def config_of(side: int, width: int, vision_layers: int, llm_layers: int) -> dict:
@@ -57,28 +47,3 @@ def config_of(side: int, width: int, vision_layers: int, llm_layers: int) -> dic
             ),
         ),
     )
-
-
-def make_tokenizer(captions: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE with Qwen2's pre-tokenisation on captions and the prompts' texts."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(QWEN2_PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    texts = [f"{caption}<|end|>\n" for caption in captions]
-    template = PROMPT_TEMPLATE["phi3_chat"]["INSTRUCTION"]
-    for wording in (DESCRIBE, *SEGMENT_WORDINGS):
-        question = "There are 1 part regions in the picture: region1.\n" + wording
-        texts += [template.replace("{input}", question)] * 20
-    texts += [f"{answer}<|end|>\n" for answer in SEGMENT_ANSWERS] * 20
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=[],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return new_tokenizer(tokenizer, SPECIAL_TOKENS)

@@ -1,4 +1,4 @@
-"""Trains a base by `rl_train.sft` from random weights: three parts, each after the one before."""
+"""Train a base by `rl_train.sft` from random weights: three parts, each after the one before."""
 
 import time
 from dataclasses import dataclass
@@ -10,12 +10,13 @@ from rl_train import sft
 from rl_train.train import main as run_training
 from sa2va_hf import Sa2VAConfig, Sa2VAModel
 from sa2va_hf.tokenizer import load_tokenizer
-from tools.demo.model import initialise
+from tools.demo.model import initialise, tokenizer_of
 from tools.demo.new_folder import complete_or_absent, save
-from tools.experiments.base.model import config_of, make_tokenizer
+from tools.experiments.base.model import config_of
 from tools.experiments.pictures.dataset import SEGMENTED, TRUTH, read_truth
 
 MAX_ANSWER_TOKENS = 24
+VOCAB_SIZE = 900  # of the tokenizer at most, without special tokens
 ALL = "vision mlp1 language_model embeddings text_hidden_fcs sam2 sam2_encoder"
 # Flags of the parts beside those of `Size`, in order. Captions are in the last alone.
 PARTS = dict(
@@ -64,7 +65,8 @@ def train_base(
     if not base.exists():
         torch.manual_seed(seed)
         truth = read_truth(data_dir / "train")
-        tokenizer = make_tokenizer(region["caption"] for region in truth if not region["unnamed"])
+        captions = (region["caption"] for region in truth if not region["unnamed"])
+        tokenizer = tokenizer_of(captions, VOCAB_SIZE)
         config = config_of(size.side, size.width, size.vision_layers, size.llm_layers)
         config["llm_config"]["vocab_size"] = len(tokenizer)
         model = Sa2VAModel(Sa2VAConfig(**config))

@@ -12,34 +12,34 @@ regions. OUTPUT_DIR receives table.md and table.json.
 """
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch.utils.data import Subset
 
-from rl_train.config.flags import AT_LEAST_2, COUNT, COUNT_OR_0, POSITIVE, WEIGHT
-from rl_train.config.grpo_config import DataConfig
-from rl_train.data import DATASETS
+from rl_train.config.flags import AT_LEAST_2, COUNT, POSITIVE, WEIGHT
 from rl_train.data.registry import opener_of
-from rl_train.data.split import sample_regions, split_dataset
-from rl_train.data.workers import reporting_dead_workers
-from rl_train.distributed import process_group
-from rl_train.distributed.process_group import print0
+from rl_train.distributed.process_group import RankInfo
 from rl_train.export.load_policy import find_base, open_policy
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.utils.command_line import FlagParser, run_program
-from rl_train.utils.io import check_writable
+from tools.experiments.common import add_region_flags, open_regions, run_alone
 from tools.experiments.gauntlet import loop1, loop2
 from tools.experiments.gauntlet.regions import Regions
-from tools.experiments.gauntlet.table import LoopResult, markdown, summarise, verdict
+from tools.experiments.gauntlet.table import (
+    LoopResult,
+    check_new,
+    markdown,
+    summarise,
+    verdict,
+    write,
+)
 
 LOOPS = {
     1: ("Loop 1: captions of regions", loop1),
     2: ("Loop 2: masks of captions", loop2),
 }
-FILES = ("table.md", "table.json")
 
 
 def build_parser() -> FlagParser:
@@ -47,15 +47,11 @@ def build_parser() -> FlagParser:
     add = parser.add_argument
     models = "Sa2VA folders, or checkpoints of runs"
     add("--model_path", nargs="+", required=True, type=Path, help=models)
-    add("--data_dir", required=True, help="folder of regions to choose on")
-    add("--eval_data_dir", required=True, help="folder of held-out regions to measure on")
+    add_region_flags(parser)
     add("--output_dir", required=True, type=Path, help="receives table.md and table.json")
     add("--loops", nargs="+", type=int, choices=list(LOOPS), default=list(LOOPS))
-    add("--dataset", choices=list(DATASETS), default="gar", help="format of both")
     subsets = "folders of --data_dir to read (gar, dam), or its split; default: all"
     add("--subsets", nargs="+", default=[], metavar="SUBSET", help=subsets)
-    add("--num_samples", type=COUNT, default=256, help="to choose on, spread over images")
-    add("--eval_samples", type=COUNT, default=128, help="held out; as of rl_train.train")
     add("--num_generations", type=AT_LEAST_2, default=8, help="G, samples of each region")
     add(
         "--latent_std",
@@ -64,12 +60,7 @@ def build_parser() -> FlagParser:
         help="of the noise by which masks are sampled, as of rl_train.train",
     )
     add("--temperature", type=POSITIVE, default=1.0, help="of the samples")
-    add("--batch_size", type=COUNT, default=8)
-    add("--max_completion_length", type=COUNT, default=128)
-    add("--max_prompt_length", type=COUNT, default=DataConfig.max_prompt_length)
     add("--max_tiles", type=COUNT, default=1)
-    add("--num_workers", type=COUNT_OR_0, default=2)
-    add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     return parser
 
 
@@ -119,25 +110,14 @@ def to_json(result: LoopResult) -> dict:
 
 def run(
     args: argparse.Namespace,
-    ranks: process_group.RankInfo,
+    ranks: RankInfo,
     open_policy: Callable[..., Sa2VAPolicy] = open_policy,
 ):
     """Choose, measure, print and write; ValueError for what is wrong in the flags and files."""
-    check_writable("--output_dir", args.output_dir)
-    if any((args.output_dir / name).exists() for name in FILES):
-        raise ValueError(f"--output_dir {args.output_dir}: holds a table, name another folder")
+    check_new(args.output_dir)
     for path in args.model_path:  # said before data are read
         find_base(path, None, "--model_path", Sa2VAPolicy.family)
-    training, heldout, damaged = split_dataset(
-        opener_of(args.dataset, args.subsets),
-        args.data_dir,
-        args.eval_data_dir,
-        args.eval_samples,
-        1.0,
-        eval_opener=DATASETS[args.dataset],
-    )
-    chosen_on = Subset(training, sample_regions(training.image_keys, args.num_samples))
-    print0(f"--data_dir {args.data_dir}: {damaged.report}")
+    chosen_on, heldout = open_regions(args, opener_of(args.dataset, args.subsets))
     results = {loop: [] for loop in args.loops}
     for path in args.model_path:
         policy = open_policy(
@@ -157,25 +137,11 @@ def run(
         f"measured on {len(heldout)} held-out ones, G = {args.num_generations}."
     )
     text, record = report(results, head)
-    print0(text)
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    flags = {name: value for name, value in vars(args).items() if name != "output_dir"}
-    contents = json.dumps(dict(flags=flags) | record, indent=1, default=str)
-    for name, file in zip(FILES, (text, contents + "\n")):
-        (args.output_dir / name).write_text(file)
+    write(text, record, args)
 
 
 def main(argv: list[str] | None = None):
-    args = build_parser().parse_args(argv)
-    ranks = process_group.init()
-    try:
-        if ranks.world_size > 1:
-            raise ValueError("runs as one process")
-        reporting_dead_workers(args.num_workers, run, args, ranks)
-    except ValueError as error:  # the user's input: one sentence, no traceback
-        raise SystemExit(f"gauntlet: {error}") from error
-    finally:
-        process_group.close()
+    run_alone(build_parser(), run, argv)
 
 
 if __name__ == "__main__":

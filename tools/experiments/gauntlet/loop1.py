@@ -8,10 +8,9 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from rl_train.evaluation.best_of_n import pick_best
 from rl_train.rewards.ablations import word_agreement
 from tools.experiments.gauntlet.regions import Heard, Regions
-from tools.experiments.gauntlet.samples import PickBy, choose_direction
+from tools.experiments.gauntlet.samples import PickBy, choose_direction, result_with_samples
 from tools.experiments.gauntlet.table import LoopResult, Measures, Rival
 from tools.experiments.gauntlet.words import Rewording, rewordings, words_of
 
@@ -75,18 +74,11 @@ def measure(heldout: Regions, chosen: Chosen, num_generations: int) -> LoopResul
         heard = heldout.listen(list(enumerate(texts)))
         rivals.append(Rival(rewording.name, rewording.chosen, "greedy", measures_of(heard)))
     scores = sample_scores(heldout, num_generations)
-
-    def picked(by: torch.Tensor) -> Measures:
-        return {name: pick_best(scores[name], by) for name in MEASURES}
-
-    rivals += [
-        Rival(f"best of G by {pick.name}", pick.direction, "samples", picked(by))
-        for pick in chosen.picks
-        for by in [pick.preference(scores[pick.name])]
-    ]
-    return LoopResult(
+    return result_with_samples(
         greedy=measures_of(heldout.listen(list(enumerate(captions)))),
-        samples={name: scores[name].mean(1).tolist() for name in MEASURES},
-        best=picked(scores["iou"]),
         rivals=rivals,
+        scores=scores,
+        true_reward="iou",
+        picks=chosen.picks,
+        measures=MEASURES,
     )

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
-from rl_train.evaluation.best_of_n import pick_best
 from rl_train.policies.sa2va_queries import caption_likelihood, segment_generated
 from rl_train.rewards import mask_iou
 from rl_train.rewards.ablations import SALIENT, group_iou
@@ -28,8 +27,13 @@ from tools.experiments.gauntlet.masks import (
     variants_of,
 )
 from tools.experiments.gauntlet.regions import Regions
-from tools.experiments.gauntlet.samples import PickBy, choose_direction
-from tools.experiments.gauntlet.table import LoopResult, Measures, Rival
+from tools.experiments.gauntlet.samples import (
+    PickBy,
+    choose_direction,
+    measures_of_picked,
+    result_with_samples,
+)
+from tools.experiments.gauntlet.table import LoopResult, Rival
 
 if TYPE_CHECKING:
     from sa2va_hf.batches import ImageFeatures
@@ -144,23 +148,15 @@ def measure(heldout: Regions, chosen: Chosen, num_generations: int) -> LoopResul
         for cause, (name, _) in chosen.variants.items()
     ]
     scores = sample_scores(heldout, chosen.task, num_generations)
-
-    def picked(by: torch.Tensor) -> Measures:
-        return {name: pick_best(scores[name], by) for name in MEASURES}
-
-    rivals += [
-        Rival(f"best of G by {text}", "largest", "samples", picked(scores[name]), cheap=False)
-        for name, text in TRUE_SCORES.items()
-        if name != REWARD
-    ]
-    rivals += [
-        Rival(f"best of G by {pick.name}", pick.direction, "samples", picked(by))
-        for pick in chosen.picks
-        for by in [pick.preference(scores[pick.name])]
-    ]
-    return LoopResult(
+    for name, text in TRUE_SCORES.items():
+        if name != REWARD:
+            values = measures_of_picked(scores, scores[name], MEASURES)
+            rivals.append(Rival(f"best of G by {text}", "largest", "samples", values, cheap=False))
+    return result_with_samples(
         greedy=measured[UNCHANGED],
-        samples={name: scores[name].mean(1).tolist() for name in MEASURES},
-        best=picked(scores[REWARD]),
         rivals=rivals,
+        scores=scores,
+        true_reward=REWARD,
+        picks=chosen.picks,
+        measures=MEASURES,
     )

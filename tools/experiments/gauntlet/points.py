@@ -13,25 +13,19 @@ Letters: n regions, G samples of each.
 """
 
 import argparse
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from rl_train.config.flags import AT_LEAST_2, COUNT, COUNT_OR_0, POSITIVE, add_flags, read_flags
-from rl_train.config.grpo_config import DataConfig, PolicyConfig
-from rl_train.data import DATASETS
+from rl_train.config.flags import AT_LEAST_2, COUNT_OR_0, POSITIVE, add_flags, read_flags
+from rl_train.config.grpo_config import PolicyConfig
 from rl_train.data.loader import eval_loader
-from rl_train.data.split import sample_regions, split_dataset
-from rl_train.data.workers import reporting_dead_workers
-from rl_train.distributed import process_group
-from rl_train.distributed.process_group import print0
-from rl_train.evaluation.best_of_n import pick_best
+from rl_train.distributed.process_group import RankInfo
 from rl_train.evaluation.point_metrics import segment_points
 from rl_train.export.load_policy import find_base, open_policy
 from rl_train.points.parser import PointPrompt
@@ -42,21 +36,22 @@ from rl_train.rewards.iou import on_target
 from rl_train.tasks.base import TaskContext
 from rl_train.tasks.point_segmentation import PointSegmentation
 from rl_train.utils.command_line import FlagParser, run_program
-from rl_train.utils.io import check_writable
 from rl_train.utils.rng import RowRNG
-from tools.experiments.gauntlet.samples import PickBy, choose_direction
+from tools.experiments.common import add_region_flags, open_regions, run_alone
+from tools.experiments.gauntlet.samples import PickBy, choose_direction, result_with_samples
 from tools.experiments.gauntlet.table import (
     LoopResult,
     Measures,
     Rival,
+    check_new,
     markdown,
     summarise,
     verdict,
+    write,
 )
 
 MEASURES = {"iou": "mask IoU", "found": "object found"}
 TITLE = "Points: masks that SAM2 draws"
-FILES = ("table.md", "table.json")
 UNCHANGED = "unchanged"
 DISTANCES = (0.1, 0.2)  # of the image's shorter side, of a negative point from the positive one
 RIM = 0.05  # of the box's side, of a negative point from the box's edge
@@ -210,20 +205,13 @@ def measure(heldout: PointRegions, chosen: Chosen, num_generations: int) -> Loop
         Rival(cause, name, "greedy", measured[cause]) for cause, (name, _) in chosen.rules.items()
     ]
     scores = heldout.scores(num_generations)
-
-    def picked(by: torch.Tensor) -> Measures:
-        return {name: pick_best(scores[name], by) for name in MEASURES}
-
-    rivals += [
-        Rival(f"best of G by {pick.name}", pick.direction, "samples", picked(by))
-        for pick in chosen.picks
-        for by in [pick.preference(scores[pick.name])]
-    ]
-    return LoopResult(
+    return result_with_samples(
         greedy=measured[UNCHANGED],
-        samples={name: scores[name].mean(1).tolist() for name in MEASURES},
-        best=picked(scores["reward"]),
         rivals=rivals,
+        scores=scores,
+        true_reward="reward",
+        picks=chosen.picks,
+        measures=MEASURES,
     )
 
 
@@ -233,20 +221,11 @@ def build_parser() -> FlagParser:
     models = "Qwen2.5-VL folders, or checkpoints of runs"
     add("--model_path", nargs="+", required=True, type=Path, help=models)
     add("--sam_path", help="SAM2 folder")
-    add("--data_dir", required=True, help="folder of regions to choose on")
-    add("--eval_data_dir", required=True, help="folder of held-out regions to measure on")
+    add_region_flags(parser, batch_size=4)
     add("--output_dir", required=True, type=Path, help="receives table.md and table.json")
-    add("--dataset", choices=list(DATASETS), default="gar", help="format of both")
-    add("--num_samples", type=COUNT, default=256, help="to choose on, spread over images")
-    add("--eval_samples", type=COUNT, default=128, help="held out; as of rl_train.train")
     add("--num_generations", type=AT_LEAST_2, default=8, help="G, samples of each region")
     add("--temperature", type=POSITIVE, default=1.0, help="of the samples")
-    add("--batch_size", type=COUNT, default=4)
-    add("--max_completion_length", type=COUNT, default=128)
-    add("--max_prompt_length", type=COUNT, default=DataConfig.max_prompt_length)
     add("--image_size", type=COUNT_OR_0, default=PolicyConfig.image_size)
-    add("--num_workers", type=COUNT_OR_0, default=2)
-    add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     add_flags(parser, PointSegmentation.Options, "answers of Qwen2.5-VL, as in training")
     return parser
 
@@ -260,18 +239,12 @@ def result_of(
     return measure(PointRegions(task, heldout, args), chosen, G)
 
 
-def run(args: argparse.Namespace, ranks: process_group.RankInfo):
+def run(args: argparse.Namespace, ranks: RankInfo):
     """Choose, measure, print and write; ValueError for what is wrong in the flags and files."""
-    check_writable("--output_dir", args.output_dir)
-    if any((args.output_dir / name).exists() for name in FILES):
-        raise ValueError(f"--output_dir {args.output_dir}: holds a table, name another folder")
+    check_new(args.output_dir)
     for path in args.model_path:  # said before data are read
         find_base(path, None, "--model_path", QwenVLPolicy.family)
-    training, heldout, damaged = split_dataset(
-        DATASETS[args.dataset], args.data_dir, args.eval_data_dir, args.eval_samples, 1.0
-    )
-    chosen_on = Subset(training, sample_regions(training.image_keys, args.num_samples))
-    print0(f"--data_dir {args.data_dir}: {damaged.report}")
+    chosen_on, heldout = open_regions(args)
     results, options = [], read_flags(args, PointSegmentation.Options)
     for path in args.model_path:
         policy = open_policy(
@@ -294,25 +267,12 @@ def run(args: argparse.Namespace, ranks: process_group.RankInfo):
     )
     table = markdown(TITLE, rows, MEASURES, len(results))
     text = "\n\n".join([head, table, verdict(TITLE, rows)]) + "\n"
-    print0(text)
-    args.output_dir.mkdir(parents=True, exist_ok=True)
     values = [{rival.name: rival.values for rival in result.rivals} for result in results]
-    contents = json.dumps(dict(rows=rows, values=values), indent=1)
-    for name, file in zip(FILES, (text, contents + "\n")):
-        (args.output_dir / name).write_text(file)
+    write(text, dict(rows=rows, values=values), args)
 
 
 def main(argv: list[str] | None = None):
-    args = build_parser().parse_args(argv)
-    ranks = process_group.init()
-    try:
-        if ranks.world_size > 1:
-            raise ValueError("runs as one process")
-        reporting_dead_workers(args.num_workers, run, args, ranks)
-    except ValueError as error:  # the user's input: one sentence, no traceback
-        raise SystemExit(f"points: {error}") from error
-    finally:
-        process_group.close()
+    run_alone(build_parser(), run, argv)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,13 @@
 Letters: n regions, G samples of each.
 """
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from rl_train.evaluation.best_of_n import pick_best
+from tools.experiments.gauntlet.table import LoopResult, Measures, Rival
 
 DIRECTIONS = ("largest", "smallest", "nearest to the mean")
 
@@ -44,3 +46,42 @@ def choose_direction(name: str, scores: torch.Tensor, rewards: torch.Tensor) -> 
         return sum(pick_best(rewards, preference(scores, direction, mean)))
 
     return PickBy(name, max(DIRECTIONS, key=reward), mean)
+
+
+def measures_of_picked(
+    scores: dict[str, torch.Tensor], by: torch.Tensor, measures: Collection[str]
+) -> Measures:
+    """Return {measure: its n values at the samples that `by` (n, G) is largest of}."""
+    return {name: pick_best(scores[name], by) for name in measures}
+
+
+def result_with_samples(
+    *,
+    greedy: Measures,
+    rivals: Sequence[Rival],
+    scores: dict[str, torch.Tensor],
+    true_reward: str,
+    picks: Sequence[PickBy],
+    measures: Collection[str],
+) -> LoopResult:
+    """Return the result of greedy answers and of G samples: best of G by each pick is a rival.
+
+    Args:
+        greedy: of the base's own answers; `rivals` are those beside best of G.
+        scores: {score: (n, G)} of the samples, with `true_reward` and `measures` among them.
+    """
+    best_of_g = [
+        Rival(
+            f"best of G by {pick.name}",
+            pick.direction,
+            "samples",
+            measures_of_picked(scores, pick.preference(scores[pick.name]), measures),
+        )
+        for pick in picks
+    ]
+    return LoopResult(
+        greedy=greedy,
+        samples={name: scores[name].mean(1).tolist() for name in measures},
+        best=measures_of_picked(scores, scores[true_reward], measures),
+        rivals=[*rivals, *best_of_g],
+    )

@@ -3,18 +3,24 @@
 Letters: K checkpoints, n held-out regions.
 """
 
+import argparse
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from rl_train.distributed.process_group import print0
 from rl_train.evaluation.bootstrap import bootstrap, paired_difference
+from rl_train.utils.io import check_writable
 from tools.experiments.sweep_table import interval
 
 Measures = dict[str, list[float]]  # {measure: its value at each of n held-out regions}
 BASELINES = {"greedy": "greedy answer", "samples": "mean of samples"}
 TOO_MUCH = 0.5  # fraction of the true reward's gain above which a cheap cause is marked
 MARK = "**"
+FILES = ("table.md", "table.json")
 
 
 @dataclass(frozen=True)
@@ -149,3 +155,20 @@ def verdict(title: str, rows: list[dict]) -> str:
     if not names:
         return f"{title}: no cheap cause takes more than half of the true reward's gain."
     return f"{title}: more than half of the true reward's gain is taken by {'; '.join(names)}."
+
+
+def check_new(folder: Path):
+    """Raise ValueError if --output_dir holds a table already, or cannot be written."""
+    check_writable("--output_dir", folder)
+    if any((folder / name).exists() for name in FILES):
+        raise ValueError(f"--output_dir {folder}: holds a table, name another folder")
+
+
+def write(text: str, record: dict, args: argparse.Namespace):
+    """Print the table, and write it and {flags, ..record} into --output_dir."""
+    print0(text)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    flags = {name: value for name, value in vars(args).items() if name != "output_dir"}
+    contents = json.dumps(dict(flags=flags) | record, indent=1, default=str)
+    for name, file in zip(FILES, (text, contents + "\n")):
+        (args.output_dir / name).write_text(file)
