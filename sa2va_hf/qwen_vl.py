@@ -37,7 +37,6 @@ from .modeling_sa2va import Sa2VAModel
 from .prediction import PredictionInputs, Request
 from .processing_sa2va import Sa2VAProcessor, planes, region_grid, to_rgb
 from .qwen_images import ImagePreprocessing, inference_size, patches
-from .templates import chat_template, template_map, video_lisa_encode_fn
 from .to_device import to_device
 
 if TYPE_CHECKING:
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
 VISION_START, IMAGE_PAD, VISION_END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
 # Limits on the pixels of an image, hard-coded in the original for both families.
 PIXEL_LIMITS = (512 * 28**2, 2048 * 28**2)
-TRAINING_FRAME_LIMITS = (128 * 28**2, 512 * 28**2)  # of a frame of a video in training
 PREPROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 REGION_GRID = 128  # cells of a region's side
 SEG_STATES = ("before_norm", "after_norm")
@@ -539,32 +537,3 @@ class QwenVLProcessor(Sa2VAProcessor):
         tokens = (grids.prod(1) // self.preprocessing.merge**2).tolist()
         pieces = [IMAGE_PAD * n + piece for n, piece in zip(tokens, others, strict=True)]
         return first + "".join(pieces)
-
-    def training_example(
-        self,
-        frames: list[Image.Image],
-        turns: list[tuple[str, str]],
-        tokenizer: "PreTrainedTokenizerBase",
-        max_length: int = 8192,
-    ) -> dict[str, torch.Tensor]:
-        """Return a sample of the supervised training: (question, answer) turns about frames.
-
-        Images stand at the beginning of the first turn, each followed by a newline. There is no
-        system prompt. A single image is within the config's limits, the frames of a video within
-        TRAINING_FRAME_LIMITS; `limits` of this processor replace neither.
-
-        Returns:
-            input_ids and labels (1, L), labels -100 without loss; pixel_values, image_grid_thw.
-        """
-        limits = self.config.pixel_limits if len(frames) == 1 else TRAINING_FRAME_LIMITS
-        rows, grids = QwenVLProcessor(self.config, limits).pixel_values(frames)
-        images = self.expand_images(f"{VISION_START}{IMAGE_PAD}{VISION_END}\n" * len(frames), grids)
-        conversation = [dict(input=question, output=answer) for question, answer in turns]
-        conversation[0]["input"] = images + conversation[0]["input"]
-        encoded = video_lisa_encode_fn(
-            template_map(dict(conversation=conversation), chat_template("qwen_chat")),
-            tokenizer,
-            max_length,
-        )
-        ids, labels = (torch.tensor([encoded[key]]) for key in ("input_ids", "labels"))
-        return dict(input_ids=ids, labels=labels, pixel_values=rows, image_grid_thw=grids)

@@ -1,4 +1,4 @@
-"""What tests share: the demo model with a small LoRA, and drawn scenes as a batch."""
+"""Fixtures of many tests: the demo model with a small LoRA, and drawn scenes as a batch."""
 
 import ctypes
 import faulthandler

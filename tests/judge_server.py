@@ -28,7 +28,7 @@ def fields(chat: list[dict]) -> dict:
 
 
 def unquoted(chat: list[dict]) -> str:
-    """What the user's message says outside of JSON strings."""
+    """Return the text of the user's message outside of JSON strings."""
     return STRING.sub('""', chat[-1]["content"])
 
 

@@ -100,7 +100,7 @@ class Gpu:
         self.waits.append((operation, place))
 
     def run(self, function, args, kwargs):
-        """What an operation gives, on the device where a GPU would have it."""
+        """Return an operation's result, on the device where a GPU would have it."""
         name, device = function.overloadpacket.__name__, kwargs.get("device")
         tensors = []
         tree_map(lambda x: tensors.append(x) if isinstance(x, torch.Tensor) else x, (args, kwargs))
@@ -159,7 +159,7 @@ class _Dispatch(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """What the dispatcher does not see of a tensor there, or would refuse."""
+    """Functions of a tensor there that the dispatcher does not see, or would refuse."""
 
     def __init__(self, gpu):
         super().__init__()
@@ -181,7 +181,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Autocast(torch.autocast):
-    """Of the pretended device that of the CPU, which knows no other of these names."""
+    """Autocast of the pretended device is that of the CPU, the only name that it knows."""
 
     def __init__(self, device_type, *args, **kwargs):
         super().__init__("cpu" if device_type == DEVICE.type else device_type, *args, **kwargs)

@@ -23,7 +23,7 @@ def free_port() -> int:
 
 
 def rank_environments() -> list[dict[str, str]]:
-    """What torchrun sets for two processes of one machine."""
+    """Variables that torchrun sets for two processes of one machine."""
     where = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     return [where | dict(RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
 

@@ -55,7 +55,7 @@ def on_one_core(monkeypatch):
 
 
 def measure(policy, batch, *_) -> dict[str, list]:
-    """In place of `cycle_metrics.measure`: every number follows from the weights."""
+    """Replace `cycle_metrics.measure`: every number follows from the weights."""
     number = sum(p.detach().double().sum().item() for p in policy.trainable.values()) % 1
     texts = dict(image_id=batch.image_ids, reference=batch.captions, caption=batch.captions)
     values = ("cycle_iou", "cycle_meteor", "seg_iou", "seg_intersection", "seg_union")
@@ -64,7 +64,7 @@ def measure(policy, batch, *_) -> dict[str, list]:
 
 
 def picture(image, work, row):
-    """In place of `loggers.tensorboard.rollout_picture`, a small one."""
+    """Replace `loggers.tensorboard.rollout_picture` by a small one."""
     return np.full((4, 4, 3), int(work.reward[row].item() * 1e6) % 256, np.uint8)
 
 
@@ -174,7 +174,7 @@ def rollouts(output: Path) -> list[dict]:
 
 
 def events(output: Path) -> EventAccumulator:
-    """What TensorBoard reads of a run, all points of it."""
+    """Return TensorBoard's view of a run, all points of it."""
     accumulator = EventAccumulator(
         str(output / "tensorboard"), {"scalars": 0, "images": 0, "tensors": 0}
     )
@@ -194,7 +194,7 @@ def parts_of(monkeypatch) -> list:
     return built
 
 
-def complaint_of(capsys, argv: list[str]) -> str:
+def complaint_of(argv: list[str]) -> str:
     """The one sentence with which the command line `argv` ends; only a hint may follow it."""
     with pytest.raises(SystemExit) as stopped:
         train.main(argv)

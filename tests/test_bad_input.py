@@ -22,10 +22,10 @@ def checkpoint(tmp_path):
 
 
 @pytest.fixture
-def complaint(data, tmp_path, capsys):
+def complaint(data, tmp_path):
     """Runs the command line with some flags changed; returns the sentence that it ends with."""
     return lambda *extra, **changes: complaint_of(
-        capsys, [*flags(data, tmp_path / "run", **changes), *extra]
+        [*flags(data, tmp_path / "run", **changes), *extra]
     )
 
 
@@ -196,7 +196,7 @@ def test_nothing_to_resume(complaint):
     assert "--resume" in complaint(resume="")
 
 
-def test_resume_of_what_is_no_checkpoint(complaint, data, tmp_path):
+def test_resume_of_what_is_no_checkpoint(complaint):
     assert f"--resume {CHECKPOINT}" in complaint(resume=CHECKPOINT)
     assert "--resume /nowhere" in complaint(resume="/nowhere")
 

@@ -21,10 +21,10 @@ one_core = pytest.fixture(autouse=True)(on_one_core)
 
 
 @pytest.fixture
-def complaint(data, tmp_path, capsys):
+def complaint(data, tmp_path):
     """Runs the command line with some flags changed; returns the sentence that it ends with."""
     return lambda *extra, **changes: complaint_of(
-        capsys, [*flags(data, tmp_path / "run", **changes), *extra]
+        [*flags(data, tmp_path / "run", **changes), *extra]
     )
 
 
@@ -150,7 +150,7 @@ def test_a_task_of_weight_0_is_left_out(data, tmp_path):
 
 
 def test_every_flag_is_a_field_of_a_config(data, tmp_path):
-    """What is parsed and what the configs hold are one: no flag that nobody can read."""
+    """Parsed flags and the configs' fields are one: no flag that nobody can read."""
     config = cli.parse(flags(data, tmp_path))
     held = {"tasks": list(config.tasks)}
     for part in (*vars(config).values(), *config.tasks.values()):
@@ -279,7 +279,7 @@ def test_two_tasks_of_one_name(complaint, own_tasks):
 
 
 def test_a_task_of_the_users_own(data, tmp_path, own_tasks):
-    """With its own flag, in place of the one whose name it has."""
+    """Its own flag takes the place of the one whose name it has."""
     config = cli.parse(flags(data, tmp_path, tasks="own_tasks:Twin", twin_weight=0.5))
     assert list(config.tasks) == ["own_tasks:Twin"]
     assert config.tasks["own_tasks:Twin"].weight == config.flags["twin_weight"] == 0.5
@@ -313,7 +313,7 @@ def test_every_flag_is_read():
     assert len(known) > 40 and known - read == set(), "flags that nobody reads"
 
 
-def test_every_flag_has_help(data, capsys):
+def test_every_flag_has_help(capsys):
     """And --help ends in peace, a % in a help text included."""
     for names in (DEFAULT_TASKS, ["point_segmentation"]):
         with pytest.raises(SystemExit) as stopped:
@@ -339,7 +339,7 @@ def test_a_misspelt_required_flag_is_said_to_be_misspelt(complaint):
 
 
 def test_a_wrong_command_line_is_two_lines_and_status_2(tmp_path):
-    """Of a tool too."""
+    """A tool's too."""
     for number, (file, words, name) in enumerate(
         (
             ("rl_train/train.py", ["--lora_rr", "4"], "rl_train: --lora_rr"),

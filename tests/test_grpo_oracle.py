@@ -105,7 +105,7 @@ def test_micro_batches_add_up_to_the_same(trainer_of, loss_type):
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_advantages(trainer_of, scale):
-    """Of two weighted rewards, one missing here, both there; a group of equal rewards is zero."""
+    """Two weighted rewards, one missing here, both there; a group of equal rewards is zero."""
     generator = torch.Generator().manual_seed(1)
     first, second = torch.rand(2, N, generator=generator).tolist()
     first[1] = first[2] = second[2] = None

@@ -88,7 +88,7 @@ def test_several_updates_by_hand(toy, roles):
 
 
 def test_a_thousand_small_updates_arrive(toy, roles):
-    """Under a bf16 base too: a bf16 average at 0.999 would not have moved at all."""
+    """They arrive under a bf16 base too: a bf16 average at 0.999 would not move at all."""
     for tensor in roles.copies["teacher"].values():
         tensor.zero_()
     set_policy(toy, 1.0)
@@ -116,7 +116,7 @@ def test_the_teacher_is_at_first_the_mean_of_the_policies_so_far(toy, roles):
 
 @pytest.mark.parametrize("num_updates", [40, 200, 1000, 5000])
 def test_the_teacher_ends_near_the_policy_however_long_the_run(num_updates):
-    """At the default half-life: the share of docs/algorithm.md.
+    """The fraction at the default half-life is that of docs/algorithm.md.
 
     A decay of .999 ended at 13 % after 200 updates and at 48 % after 1,000.
     """
@@ -234,7 +234,7 @@ def test_backward_inside_a_role_is_refused(toy, roles):
         toy().backward()
 
 
-def test_bad_input_is_named(toy, roles):
+def test_bad_input_is_named(roles):
     with pytest.raises(ValueError, match="w is torch.bfloat16"):
         Roles({"w": torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))})
     with pytest.raises(ValueError, match="'judge'"), roles.use("judge"):
@@ -243,7 +243,7 @@ def test_bad_input_is_named(toy, roles):
 
 @torch.no_grad()
 def test_the_reference_is_the_base_model(policy, batch):
-    """After the policy has moved, the reference still gives the checkpoint's own log-probs."""
+    """The reference gives the checkpoint's own log-probs after the policy has moved."""
     policy = policy()
     roles = Roles(policy.trainable)
     for n, p in policy.trainable.items():

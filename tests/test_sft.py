@@ -139,7 +139,7 @@ def test_a_run_of_several_turns(data, tmp_path):
     assert len(curve(out, "masks/mask_loss")) == 2 == len(curve(out, "captions/loss"))
 
 
-def test_boxes_and_points_of_a_published_set_are_taught(tmp_path):
+def test_boxes_and_points_of_a_published_set_are_taught():
     """Samples without masks: the answer is the data set's own solution, in the model's frame."""
     task = PointAnswers(
         PointAnswers.Options(answer_style="visionreasoner", negative_points="off", thought="so"),
@@ -226,7 +226,7 @@ def test_grounded_captions_need_phrases(data, tmp_path):
 
 @pytest.mark.parametrize("chosen", [[], ALL, ["lora", "embeddings"]])
 def test_all_that_trains_gets_a_gradient(data, tmp_path, chosen):
-    """From both tasks; but for keys' biases, which a softmax does not see."""
+    """Both tasks give it; but for keys' biases, which a softmax does not see."""
     made = built(data, tmp_path, trainable_modules=chosen or None)
     loss, *_ = losses(made, [0, 7, 30])
     loss.backward()
@@ -240,7 +240,7 @@ def test_all_that_trains_gets_a_gradient(data, tmp_path, chosen):
 
 
 def test_examples_follow_from_seed_step_and_sample(data, tmp_path):
-    """Not from the batch that a sample is in; other seeds and steps have other wordings."""
+    """The batch that a sample is in changes nothing; other seeds and steps change wordings."""
     made = built(data, tmp_path)
 
     def asked(index, step=0):
@@ -254,7 +254,7 @@ def test_examples_follow_from_seed_step_and_sample(data, tmp_path):
 
 
 @pytest.mark.parametrize("chosen, second", [(["vision"], [True, True]), (["lora"], [])])
-def test_the_activations_of_one_batch_are_held(data, tmp_path, monkeypatch, chosen, second):
+def test_the_activations_of_one_batch_are_held(data, tmp_path, chosen, second):
     """An encoder that trains computes again in the update, with gradient; a frozen one never."""
     made = built(
         data, tmp_path, trainable_modules=chosen, gradient_accumulation_steps=2, max_steps=1
@@ -377,7 +377,7 @@ def test_what_to_lower_is_a_flag_of_it(data, tmp_path):
     assert found["update"].startswith("lower --batch_size or --max_comp")
 
 
-def test_its_flags_are_those_of_supervised_training(capsys):
+def test_its_flags_are_those_of_supervised_training():
     names = set()
     for kind in SFT_CONFIG_CLASSES.values():
         names |= set(kind.__dataclass_fields__)

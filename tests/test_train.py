@@ -250,7 +250,7 @@ def test_several_updates_on_the_same_rollouts(data, tmp_path):
     assert curve(output, "loop1/kl_div")[1] > 1e-6  # the second update's policy is not the sampler
 
 
-def test_evaluations_are_files_that_the_tool_compares_with(data, two_steps):
+def test_evaluations_are_files_that_the_tool_compares_with(two_steps):
     assert sorted(file.name for file in (two_steps / "evaluation").iterdir()) == [
         "step_0.json",
         "step_2.json",

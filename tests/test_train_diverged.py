@@ -83,7 +83,7 @@ def test_weights_that_are_not_finite_are_not_saved(data, tmp_path, monkeypatch):
 
 
 def test_every_rank_hears_of_a_fault_with_the_sums(monkeypatch):
-    """By the collective that the step has anyway."""
+    """The collective that the step has anyway tells it."""
     said = [({"x": 1}, []), ({"x": 2}, ["loop1: mask logits"])]
     asked = []
     monkeypatch.setattr(process_group, "gather_objects", lambda mine: asked.append(mine) or said)

@@ -1,4 +1,4 @@
-"""What goes wrong stops a run before its weights move, with a name; damaged samples do not."""
+"""A fault stops a run before its weights move, with a name; a damaged sample does not."""
 
 from types import SimpleNamespace
 
@@ -40,7 +40,7 @@ def test_a_fault_in_a_reward_is_raised(data, tmp_path, monkeypatch):
 def test_a_function_of_the_users_own_that_returns_no_rewards_ends_the_run_with_a_sentence(
     data, tmp_path, monkeypatch
 ):
-    """What it raises itself keeps its traceback, a ValueError too."""
+    """An error that it raises itself keeps its traceback, a ValueError too."""
     (tmp_path / "users.py").write_text(
         "def short(completions, **kwargs):\n    return [1.0]\n\n"
         "def broken(completions, **kwargs):\n    return [float(text) for text in completions]\n"
@@ -61,7 +61,7 @@ def test_a_function_of_the_users_own_that_returns_no_rewards_ends_the_run_with_a
     [("sys.exit(0)", 4), ("sys.exit()", 4), ("exit(0)", 4), ("raise SystemExit('done')", 4)],
 )
 def test_a_function_of_the_users_own_that_exits_is_a_crash(data, tmp_path, monkeypatch, way, line):
-    """Not the end of a finished run, which is status 0."""
+    """It is no end of a finished run, which is status 0."""
     module = tmp_path / f"leaving{abs(hash(way))}.py"
     module.write_text(f"import sys\n\ndef leave(completions, **kwargs):\n    {way}\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -168,7 +168,7 @@ def test_damaged_samples_are_replaced_counted_and_stop_the_run(data, tmp_path, m
 
 
 def test_a_caption_beyond_the_context_is_left_out(data, tmp_path, monkeypatch, capsys):
-    """By --latent_std auto, by training and by evaluation."""
+    """--latent_std auto, training and evaluation leave it out."""
     read = GraspAnyRegionDataset.__getitem__
     long = ("a red thing " * 900).strip()
     monkeypatch.setattr(
@@ -199,7 +199,7 @@ def test_a_caption_beyond_the_context_is_left_out(data, tmp_path, monkeypatch, c
 def test_a_reward_of_the_users_own_named_like_a_curve_ends_the_run(
     data, tmp_path, monkeypatch, name
 ):
-    """At the first step, with a sentence; it would else stand on the curve of another number."""
+    """The first step ends with a sentence; the curve would else hold two numbers."""
     (tmp_path / f"users_{name}.py").write_text(
         f"def {name}(completions, **kwargs):\n    return [0.5] * len(completions)\n"
     )

@@ -1,4 +1,4 @@
-"""What flags do to a run: weights of loops, shares of rewards, controls, ends of the average."""
+"""Effects of flags on a run: weights of loops, shares of rewards, controls, the average."""
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def test_remedies_of_one_run(data, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("share", [0, 0.25, 1])
 def test_loop_2_rewards_meteor_and_likelihood(data, tmp_path, monkeypatch, share):
-    """With --scale_components the advantages are of the scaled ones, the reward of none."""
+    """Advantages with --scale_components are of the scaled ones, the reward of none."""
 
     def scaled(rewards, weights, num_generations):
         assert num_generations == 4
@@ -94,7 +94,7 @@ def test_loop_2_rewards_meteor_and_likelihood(data, tmp_path, monkeypatch, share
 
 
 def test_the_better_role_is_merged_at_the_end_unless_told_otherwise(data, tmp_path, capsys):
-    """With the defaults; and a metric that chooses it is known before the first step."""
+    """The defaults do it; a metric that chooses it is known before the first step."""
     how = dict(max_steps=1, tasks="mask_caption_mask", latent_std=None)
     output = run(data, tmp_path / "run", **how, merge_at_end=None)
     assert "\nmerging the " in capsys.readouterr().out
@@ -167,6 +167,6 @@ def test_a_users_reward_knows_its_task_and_replaces_its_components(data, tmp_pat
             assert line["reward"] == pytest.approx(line["iou"] + 0.5, abs=1e-5)
 
 
-def test_reward_only_needs_a_reward(data, tmp_path, capsys):
-    sentence = complaint_of(capsys, flags(data, tmp_path / "run", reward_only=""))
+def test_reward_only_needs_a_reward(data, tmp_path):
+    sentence = complaint_of(flags(data, tmp_path / "run", reward_only=""))
     assert "--reward_only" in sentence and "needs --reward" in sentence

@@ -1,4 +1,4 @@
-"""What a run of two steps prints and logs, as a newcomer reads it."""
+"""Lines that a run of two steps prints and logs, as a newcomer reads them."""
 
 import re
 import shlex
@@ -23,7 +23,7 @@ def log_of(output: Path) -> list[str]:
 
 
 def test_a_run_says_what_it_does(data, tmp_path, capsys, monkeypatch):
-    """With its warnings of a GPU that is not used and of a model that is large for a CPU."""
+    """It warns of a GPU that is not used and of a model that is large for a CPU."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(shutil, "which", {"nvidia-smi": "/bin/nvidia-smi"}.get)
     monkeypatch.setattr(messages, "LARGE_FOR_A_CPU", 1000)
@@ -62,7 +62,7 @@ def test_a_run_says_what_it_does(data, tmp_path, capsys, monkeypatch):
 
 
 def test_the_commands_at_the_end_work(data, tmp_path, capsys):
-    """As they are printed; but for TensorBoard's server, of which the folder must exist."""
+    """They are run as printed, but for TensorBoard's server, whose folder must exist."""
     output = run(data, tmp_path / "run", **SMALL)
     printed = capsys.readouterr().out
     commands = [shlex.split(line) for line in printed.splitlines() if " -m t" in line]

@@ -153,9 +153,7 @@ def test_a_published_set_is_trained_on_as_published(data, tmp_path, points, publ
     run(data, folder, **how, save_steps=1, max_steps=2, eval_steps=1, resume="")
 
 
-def test_sets_without_masks_are_refused_where_masks_are_needed(
-    data, tmp_path, points, published, capsys
-):
+def test_sets_without_masks_are_refused_where_masks_are_needed(data, tmp_path, points, published):
     for changes, words in (
         (dict(), "--reward_set mask: these samples have boxes and points and no masks"),
         (dict(distractors=""), "--data_dir: its samples have boxes and points and no masks"),
@@ -165,7 +163,7 @@ def test_sets_without_masks_are_refused_where_masks_are_needed(
         ),
     ):
         how = points | published | changes
-        assert words in complaint_of(capsys, flags(data, tmp_path / "run", **how)), words
+        assert words in complaint_of(flags(data, tmp_path / "run", **how)), words
     assert not (tmp_path / "run").exists()
 
 
@@ -181,8 +179,8 @@ def test_sets_without_masks_are_refused_where_masks_are_needed(
         (dict(tasks="mask_caption_mask"), "--sam_passes: only with --tasks point_segmentation"),
     ],
 )
-def test_a_sentence_for_each_wrong_flag(data, tmp_path, points, capsys, changes, words):
-    assert words in complaint_of(capsys, flags(data, tmp_path / "run", **points | changes))
+def test_a_sentence_for_each_wrong_flag(data, tmp_path, points, changes, words):
+    assert words in complaint_of(flags(data, tmp_path / "run", **points | changes))
 
 
 @pytest.mark.parametrize("name", ["hidden", "away", "majority"])

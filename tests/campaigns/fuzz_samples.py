@@ -174,7 +174,7 @@ class Fuzz:
         ), where
 
     def check_prompts(self, batch, caption: str, where):
-        """As many image tokens as the model is fed, and no other special token than without it."""
+        """Prompts have as many image tokens as the model is fed, and no further special token."""
         prompts, tiles = self.policy.prompts, len(batch.inputs.tiles[0])
         cells, image = int(batch.inputs.prompt_masks.sum()), tiles * prompts.tokens_per_tile
         found = prompts.segment(phrase(caption), tiles)

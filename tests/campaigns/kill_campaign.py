@@ -225,7 +225,7 @@ def ended(pids: list[int], deadline: float = DEADLINE) -> list[int]:
 
 
 def rank_environments(number: int) -> list[dict[str, str]]:
-    """What torchrun sets for processes of one machine; nothing for one."""
+    """Variables that torchrun sets for processes of one machine; nothing for one process."""
     if number == 1:
         return [{}]
     with socket.socket() as probe:
@@ -261,7 +261,7 @@ def names(output: Path) -> list[str]:
 
 
 def differences(whole: Path, output: Path) -> list[str]:
-    """What differs between two finished runs."""
+    """Return the differences between two finished runs."""
     found = []
     for folder in (f"checkpoint_step_{RUN['max_steps']}", save_load.BEST_CHECKPOINT):
         for file in ("trainables.safetensors", "ema.safetensors"):

@@ -135,7 +135,7 @@ CASES = {
 
 
 class Planted:
-    """What a correct reader reports."""
+    """Facts that a correct reader reports."""
 
     def __init__(self):
         self.rows, self.kept, self.resized, self.skipped, self.damaged = (

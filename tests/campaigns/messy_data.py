@@ -36,7 +36,7 @@ RLE_TYPE = SCHEMA.field("mask_rle").type
 
 
 def write_messy_gar(folder: Path, num_rows: int, seed: int = 0) -> dict:
-    """What a reader must report of `num_rows` rows, written in six parts of different schemas."""
+    """Facts that a reader must report of `num_rows` rows, written in six parts of other schemas."""
     planted, source, rng = Planted(), regions(seed), np.random.default_rng(seed)
     each = max(4, num_rows // 100)
     write_relations(folder, source, each, planted)
@@ -152,7 +152,7 @@ def _own_gar_rows(folder: Path, source, num_each: int, planted: Planted) -> list
 
 
 def write_messy_dam(folder: Path, num_rows: int, seed: int = 1) -> dict:
-    """What a reader must report of `num_rows` regions, written as four splits.
+    """Facts that a reader must report of `num_rows` regions, written as four splits.
 
     Each has another form of annotations.
     """

@@ -142,7 +142,7 @@ def test_other_folders_are_refused_by_the_flag(data, begun, tmp_path, seed):
 
 @pytest.mark.parametrize("num_scenes", [19, 24])
 def test_new_rows_do_not_move_the_evaluation_split_silently(data, begun, tmp_path, num_scenes):
-    """Without --eval_data_dir: else an image that was trained on is measured afterwards."""
+    """Else, without --eval_data_dir, an image that was trained on is measured afterwards."""
     output = shutil.copytree(begun[False], tmp_path / "run")
     write_split(tmp_path / "train", seed=0, split=TRAIN, num_scenes=num_scenes)
     sentence = refusal(data, output, data_dir=tmp_path / "train", eval_data_dir=None)
@@ -150,13 +150,13 @@ def test_new_rows_do_not_move_the_evaluation_split_silently(data, begun, tmp_pat
     assert "an image that was trained on may now be measured" in sentence
 
 
-def test_a_moved_folder_goes_on(data, begun, tmp_path):
+def test_a_moved_folder_goes_on(begun, tmp_path):
     output = shutil.copytree(begun[True], tmp_path / "run")
     run(draw_data(tmp_path / "moved"), output, resume="", **RUN)
     assert save_load.list_checkpoints(output)[-1].name == "checkpoint_step_2"
 
 
-def test_another_sample_list_is_refused_by_the_flag(data, begun, tmp_path):
+def test_another_sample_list_is_refused_by_the_flag(data, tmp_path):
     """It may move and be in another order; of one step's samples, so that the order is all."""
     samples, file = GraspAnyRegionDataset(data / "train"), tmp_path / "list.txt"
     names = [samples.image_id(i) for i in range(8)]

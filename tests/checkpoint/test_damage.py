@@ -149,7 +149,7 @@ def test_a_state_that_is_none(tmp_path, content):
 
 @pytest.mark.parametrize("separator", ["\u2028", "\x85", "\u2029"])
 def test_rollouts_with_odd_line_separators_survive_a_resume(tmp_path, separator):
-    """Of a rank that there no longer is, too, if its turn is this rank's."""
+    """So do those of a rank that there no longer is, if its turn is this rank's."""
     (tmp_path / "rollouts").mkdir()
     lines = [f'{{"step": {step}, "completion": "a{separator}b"}}\n' for step in range(3)]
     for rank in range(4):

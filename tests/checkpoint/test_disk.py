@@ -1,4 +1,4 @@
-"""What cannot be written ends a run with one sentence, and its last checkpoint is whole."""
+"""A failed write ends a run with one sentence, and its last checkpoint is whole."""
 
 import errno
 import fcntl
@@ -112,7 +112,7 @@ def test_json_is_replaced_whole_or_not(tmp_path):
         write_json(tmp_path / "gone" / "evaluation" / "a.json", [1])
 
 
-def test_one_run_in_a_folder(data, tmp_path, monkeypatch, capsys):
+def test_one_run_in_a_folder(data, tmp_path):
     """Refused before anything is read; the lock goes with its process, however that ends."""
     (tmp_path / "config.json").write_text("{}")
     script = (
@@ -122,19 +122,19 @@ def test_one_run_in_a_folder(data, tmp_path, monkeypatch, capsys):
     how = dict(cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
     other = subprocess.Popen([sys.executable, "-c", script], **how)
     assert other.stdout.readline() == "held\n"
-    said = complaint_of(capsys, flags(data, tmp_path, resume="", **RUN))
+    said = complaint_of(flags(data, tmp_path, resume="", **RUN))
     assert said == f"rl_train: --output_dir {tmp_path}: another run is writing into it"
     other.kill()
     other.communicate(timeout=60)
     lock(tmp_path).close()
 
 
-def test_a_resume_from_an_earlier_checkpoint_takes_another_folder(data, tmp_path, capsys):
+def test_a_resume_from_an_earlier_checkpoint_takes_another_folder(data, tmp_path):
     """Else the later ones, and not what it computes, were what the next --resume goes on from."""
     output = run(data, tmp_path / "run", **RUN | dict(save_steps=1, save_total_limit=0))
     before = sorted(output.rglob("*"))
     argv = flags(data, output, resume=output / "checkpoint_step_1", **RUN | dict(save_steps=1))
-    assert complaint_of(capsys, argv) == (
+    assert complaint_of(argv) == (
         f"rl_train: --resume: goes on from step 1, and --output_dir {output} holds "
         "checkpoint_step_4: give another --output_dir"
     )
@@ -162,7 +162,7 @@ def test_a_resume_from_an_earlier_checkpoint_takes_another_folder(data, tmp_path
     ],
 )
 def test_what_a_kill_left_half_done_is_ended(tmp_path, left, expected):
-    """Of the run's own; checkpoint_step_0 is none of them."""
+    """Only checkpoints of the run are ended; checkpoint_step_0 is none of them."""
     own = ["checkpoint_step_1", "checkpoint_step_2", "checkpoint_step_3", "checkpoint_best"]
     record = RunRecord(folders=own)
     record.write(tmp_path)
@@ -175,7 +175,7 @@ def test_what_a_kill_left_half_done_is_ended(tmp_path, left, expected):
 
 @pytest.mark.parametrize("number", [errno.ENOTEMPTY, errno.EBUSY])
 def test_a_removal_that_fails_is_a_warning(data, whole, tmp_path, monkeypatch, capsys, number):
-    """As on a network disk while somebody reads a file; the next resume removes it."""
+    """It fails on a network disk while somebody reads a file; the next resume removes it."""
 
     def fails(folder):
         raise OSError(number, os.strerror(number), str(folder))

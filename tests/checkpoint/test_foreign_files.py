@@ -1,4 +1,4 @@
-"""What a run did not write stays as it is: never removed, renamed, cut or written over."""
+"""Files that a run did not write stay: never removed, renamed, cut or written over."""
 
 import os
 import shutil
@@ -132,11 +132,11 @@ IN_THE_WAY = [
 
 
 @pytest.mark.parametrize("name", IN_THE_WAY)
-def test_a_new_run_that_would_write_over_something_is_refused(data, tmp_path, capsys, name):
+def test_a_new_run_that_would_write_over_something_is_refused(data, tmp_path, name):
     output = tmp_path / "run"
     before = seed(output, [name])
     shown = name if "/" not in name or name.startswith(("rollouts", "eval")) else name.split("/")[0]
-    assert complaint_of(capsys, flags(data, output, **RUN)) == (
+    assert complaint_of(flags(data, output, **RUN)) == (
         f"rl_train: --output_dir {output} holds {shown} and no config.json of a run: name another "
         "folder, or move it away"
     )

@@ -183,7 +183,7 @@ def test_resume_of_a_finished_run_changes_nothing(data, whole, tmp_path):
 
 
 def test_a_finished_run_is_extended(data, whole, tmp_path, capsys):
-    """With the learning rates that a run of that length has at these steps; and not shortened."""
+    """It has the learning rates of a run of that length at these steps, and is not shortened."""
     output = shutil.copytree(whole, tmp_path / "run")
     run(data, output, resume="", **RUN | dict(max_steps=6))
     printed = capsys.readouterr().out
@@ -196,7 +196,7 @@ def test_a_finished_run_is_extended(data, whole, tmp_path, capsys):
     assert same_bytes(whole, output, 4) == [True, True]  # and nothing before is trained again
     assert training_state(output, 6)["step"] == 6
     assert {line["step"] for line in rollouts(output)} == set(range(6))
-    sentence = complaint_of(capsys, flags(data, output, resume="", **RUN | dict(max_steps=5)))
+    sentence = complaint_of(flags(data, output, resume="", **RUN | dict(max_steps=5)))
     assert "--max_steps 5" in sentence and "is at step 6 already" in sentence
 
 

@@ -19,7 +19,7 @@ one_core = pytest.fixture(autouse=True)(on_one_core)
 
 
 def test_a_copy_is_kept_for_whom_asks_it(data, tmp_path):
-    """Of the project's own tasks none; a user's class says so."""
+    """The project's own tasks ask none; a user's class says that it does."""
     made = built(data, tmp_path)
     assert made.state.roles.copies == {}
     with pytest.raises(ValueError, match="kept: asks_teacher, asks_reference"):

@@ -39,7 +39,7 @@ class LargerPolicyConfig(PolicyConfig):
     )
 
 
-def test_a_new_flag_is_one_line(data, tmp_path, capsys):
+def test_a_new_flag_is_one_line(data, tmp_path):
     """Parsed, on record in config.json, free or fixed on resume, and named where memory ends."""
     program = replace(cli.GRPO, configs=CONFIG_CLASSES | {"policy": LargerPolicyConfig})
     argv = flags(data, tmp_path / "run", max_steps=1)
@@ -64,7 +64,7 @@ def test_a_new_flag_is_one_line(data, tmp_path, capsys):
 
 
 @pytest.fixture
-def parse(data, tmp_path, monkeypatch):
+def parse(data, tmp_path):
     """Function of words behind a whole command line, without the flag `left_out`: its flags."""
 
     def parsed(words, left_out):
@@ -88,7 +88,7 @@ def test_an_alias_sets_our_flag(parse, data, alias, ours):
 
 
 def test_the_page_of_flags_is_the_one_of_this_code():
-    """If not: python -m rl_train.config.flags_page > docs/flags.md"""
+    """Written by python -m rl_train.config.flags_page > docs/flags.md"""
     page = (ROOT / "docs" / "flags.md").read_text()
     assert page == render_page()
     assert all(f"`--{alias}`" in page for alias, _ in ALIASES) and "default: " not in page
@@ -129,8 +129,8 @@ def test_supervised_training_has_the_aliases_of_its_flags():
         (["--sam_path", "x"], "--sam_path: only with --tasks point_segmentation"),
     ],
 )
-def test_an_unknown_flag_is_refused_with_a_similar_one(data, tmp_path, capsys, words, sentence):
-    said = complaint_of(capsys, [*flags(data, tmp_path / "run"), *words])
+def test_an_unknown_flag_is_refused_with_a_similar_one(data, tmp_path, words, sentence):
+    said = complaint_of([*flags(data, tmp_path / "run"), *words])
     assert sentence in said
 
 

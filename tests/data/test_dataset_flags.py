@@ -24,8 +24,8 @@ def test_a_mix_is_parsed(monkeypatch):
 
 
 @pytest.fixture
-def complaint(data, tmp_path, capsys):
-    return lambda **changes: complaint_of(capsys, flags(data, tmp_path / "run", **changes))
+def complaint(data, tmp_path):
+    return lambda **changes: complaint_of(flags(data, tmp_path / "run", **changes))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_what_is_refused(complaint, changes, words):
     assert words in complaint(**changes)
 
 
-def test_a_small_set_of_a_mix_that_is_bad_is_named(complaint, data, tmp_path, monkeypatch):
+def test_a_small_set_of_a_mix_that_is_bad_is_named(complaint, data, monkeypatch):
     spec = f"gar:{data / 'heldout'}"
     monkeypatch.setattr(Reader, "report", lambda self: counted(len(self)))
 

@@ -84,7 +84,7 @@ def test_uncompressed_runs(counts, size):
 
 
 def test_arrow_shards(tmp_path):
-    """In a process of its own, so that a crash in pyarrow or pillow is but a failure."""
+    """Run in a process of its own, so that a crash in pyarrow or pillow is but a failure."""
     start = time.monotonic()
     script = [sys.executable, "-X", "faulthandler", "-m", "tests.campaigns.fuzz_shards"]
     done = subprocess.run(
@@ -111,7 +111,7 @@ def test_long_strings_end_soon(counts):
     assert time.process_time() - start < 1
 
 
-def test_whole_samples(tmp_path):
+def test_whole_samples():
     """Rows of all formats, from their files to the tiny model; 20,000 of them by hand:
 
     python -m tests.campaigns.fuzz_samples --samples 20000

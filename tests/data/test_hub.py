@@ -148,7 +148,7 @@ def test_a_run_and_its_evaluation_from_a_model_on_the_hub(repository, data, tmp_
 
 
 def test_names_on_the_hub_wherever_a_model_is_given(repository, data, monkeypatch, capsys):
-    """By `Sa2VAModel`, `load_tokenizer`, tools.evaluate and an experiment."""
+    """`Sa2VAModel`, `load_tokenizer`, tools.evaluate and an experiment take them."""
     shutil.copytree(CHECKPOINT, repository.source)
     model = Sa2VAModel.from_pretrained("owner/tiny", dtype="auto")
     assert model.folder == repository.cache and model.dtype == torch.bfloat16

@@ -129,7 +129,7 @@ def test_images_elsewhere(tmp_path):
 
 
 def test_shapes_of_reasonseg(tmp_path):
-    """What is labelled "ignore" is no target; a smaller target on it is one."""
+    """A shape with the label "ignore" is no target; a smaller target on it is one."""
     folder = tmp_path / "train"
     image_file_sets.write_images(folder, ("a.jpg",))
     corners = {

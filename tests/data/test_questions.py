@@ -82,7 +82,7 @@ def test_another_question_is_other_data(tmp_path):
 
 
 def test_a_batch_holds_questions_answers_and_columns(tmp_path):
-    """Of a mixture with a set that has none, those are None."""
+    """Samples of a set without questions have None, in a mixture."""
     own = Questions(write_questions(tmp_path / "own", ROWS))
     plain = read(tmp_path / "gar", row(conversations=turns(("gpt", "A cup."))))
     mixture = MixtureDataset(dict(own=own, gar=plain), [1.0, 1.0])
@@ -129,5 +129,5 @@ def test_a_reader_is_named_by_its_module(data, tmp_path):
         (dict(dataset="json:dumps", subsets="a"), "--subsets: only for gar, dam,"),
     ],
 )
-def test_what_is_no_reader_is_refused(data, tmp_path, capsys, changes, words):
-    assert words in complaint_of(capsys, flags(data, tmp_path / "run", **changes))
+def test_what_is_no_reader_is_refused(data, tmp_path, changes, words):
+    assert words in complaint_of(flags(data, tmp_path / "run", **changes))

@@ -165,7 +165,7 @@ def test_every_form_of_mask(tmp_path, form, expected):
     )  # the union: where two overlap it is not 2
 
 
-def test_polygons_are_pycocotools(tmp_path):
+def test_polygons_are_pycocotools():
     polygon = [3.2, 4.7, 31.9, 2.1, 22.4, 27.8, -2.0, 18.5]
     expected = coco.decode(coco.merge(coco.frPyObjects([polygon], H, W)))
     assert (

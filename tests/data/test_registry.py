@@ -27,5 +27,5 @@ def test_what_a_data_set_is_opened_with(monkeypatch, name, given, expected):
 
 
 def fixed(opener) -> dict:
-    """What DATASETS itself gives a reader."""
+    """Options that DATASETS itself gives a reader."""
     return opener.keywords if isinstance(opener, partial) else {}

@@ -23,7 +23,7 @@ def write(folder, *rows):
 
 
 def test_rows_are_ids_or_objects_in_any_order(dataset, tmp_path):
-    """Of a Subset too; a sample that is named twice is there once, in the data set's order."""
+    """A sample named twice is there once, in the data set's order; so in a Subset."""
     part = Subset(dataset, [5, 3, 8])
     names = [dataset.image_id(i) for i in (8, 5)]
     file = write(

@@ -1,4 +1,4 @@
-"""What is held out: whole pictures or a sample over them, and none that is trained on."""
+"""The evaluation split: whole pictures or a sample over them, and none that is trained on."""
 
 import numpy as np
 import pytest
@@ -49,7 +49,7 @@ def test_regions_of_one_image_stay_on_one_side():
 
 
 def test_a_sample_of_training_data_is_of_as_many_images_as_it_may_be():
-    """Of images with 20 regions each; none of theirs is trained on, measured or not."""
+    """Images have 20 regions each; none of theirs is trained on, measured or not."""
 
     class Many:
         image_keys = np.repeat(np.random.default_rng(0).permutation(50), 20)

@@ -82,7 +82,7 @@ def wait_for(condition, seconds=60):
 
 
 def alive(file) -> bool:
-    """Whether the rank that wrote the file lives."""
+    """Return whether the rank that wrote the file lives."""
     try:
         return Path(f"/proc/{file.suffix[1:]}/stat").read_text().split()[2] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -101,7 +101,7 @@ def test_a_killed_rank_ends_the_others_and_is_named(start):
 
 
 def test_a_rank_that_waits_for_a_killed_one_is_ended(start, monkeypatch):
-    """As it may in gloo, see test_process_group.py. torchrun gives it 30 seconds."""
+    """It may wait in gloo, see test_process_group.py. torchrun gives it 30 seconds."""
     close = PContext.close
     monkeypatch.setattr(PContext, "close", lambda ranks, *_: close(ranks, timeout=1))
     launcher, _, ranks = start("waiting")

@@ -193,7 +193,7 @@ def test_a_send_to_a_killed_rank_is_a_lost_rank(tmp_path):
 
 
 def test_gradients_are_averaged(tmp_path):
-    """By hand; what one rank does not reach counts as zero there. Of a second update too."""
+    """A weight that one rank does not reach counts as zero there; so in a second update."""
 
     class Both(torch.nn.Module):
         def __init__(self, rank):

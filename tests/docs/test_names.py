@@ -16,7 +16,7 @@ ELSEWHERE |= {"projects/sa2va/evaluation/sa2va_eval_refcoco.py"}
 
 
 def quoted(page: Path) -> list[str]:
-    """What a page has in backticks, without its blocks of code."""
+    """Return the texts of a page in backticks, without its blocks of code."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     return [" ".join(words.split()) for words in re.findall(r"`([^`]+)`", text)]
 

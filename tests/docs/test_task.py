@@ -73,8 +73,8 @@ def test_the_page_trains_by_its_own_flags(few_scenes, tmp_path):
     assert any((before[name] != after[name]).any() for name in after)
 
 
-def test_its_flags_are_checked(data, tmp_path, capsys):
-    output = complaint_of(capsys, flags(data, tmp_path / "run", **command(), answers_weight=-1))
+def test_its_flags_are_checked(data, tmp_path):
+    output = complaint_of(flags(data, tmp_path / "run", **command(), answers_weight=-1))
     assert "--answers_weight" in output and "at least 0" in output
 
 

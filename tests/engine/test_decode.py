@@ -132,7 +132,7 @@ def test_single_rows_read_a_common_beginning_once(
 
 
 def test_a_beginning_is_not_shared_for_many_unused_rows(engine, monkeypatch):
-    """Of 5 prompts two share 4 tokens: 3 more rows would cost more. They are as if alone."""
+    """Two of 5 prompts share 4 tokens: 3 more rows would cost more. They are as if alone."""
     same = [0, 4, 0, 0, 0]
     inputs = beginning_alike(engine.language_model, (7, 5, 6, 4, 5), same)
     how = dict(steps=9, num_generations=1)
@@ -193,7 +193,7 @@ def test_many_sizes_keep_few_graphs(engine, monkeypatch):
 
 
 def test_choose_is_compiled_once_for_all_sizes(monkeypatch):
-    """As one graph: on a GPU a CUDA graph captures it, and compiling takes seconds."""
+    """It is one graph: on a GPU a CUDA graph captures it, and compiling takes seconds."""
     torch._dynamo.reset()
     engine, counter = Engine(tiny_llm(), pad_id=1), CompileCounter()
     with fast(engine):

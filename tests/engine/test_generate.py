@@ -1,4 +1,4 @@
-"""What is drawn is the distribution that is scored, row by row, whatever else is in the batch."""
+"""Sampled tokens follow the distribution that is scored, whatever else is in the batch."""
 
 from types import SimpleNamespace
 

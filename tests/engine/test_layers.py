@@ -78,7 +78,7 @@ MODULES = {
 
 @pytest.mark.parametrize("layer_class", MODULES)
 def test_a_layer_of_each_family(layer_class):
-    """As transformers' own, on one causal sequence."""
+    """It computes what transformers' own does, on one causal sequence."""
     torch.manual_seed(0)
     config = MODULES[layer_class](**SIZES | dict(head_dim=16), attn_implementation="eager")
     module = layer_class(config, layer_idx=0)

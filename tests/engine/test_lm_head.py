@@ -94,7 +94,7 @@ def test_rows_that_align_the_head_are_no_tokens(head):
 
 
 def test_compiled_for_any_number_of_tokens(head):
-    """As on a GPU, of whose backend here is but the graph: one for all chunks, of one kind each."""
+    """One graph for all chunks, of one kind each; it stands for the backend of a GPU."""
     torch._dynamo.reset()  # recompilations by earlier tests count towards its limit
     padded, graphs = torch.cat([head.weight, torch.zeros(14, 6)]), []
 
@@ -139,7 +139,7 @@ def test_no_tokens(head):
 
 
 def test_a_head_that_trains_gets_the_gradient_of_the_full_logits(head, monkeypatch):
-    """As supervised training wants it, by chunks too, with the log-probs of one that does not."""
+    """Supervised training wants it, by chunks too; log-probs are those of a frozen head."""
     monkeypatch.setattr("rl_train.engine.lm_head.CHUNK", 3 * 50)
     hidden, weight = (t.detach().requires_grad_() for t in (head.hidden, head.weight[:50]))
     logp, entropy = token_logps(hidden, weight, head.ids, 0.7, 50)

@@ -17,7 +17,7 @@ from tests.engine.tiny import fast, scored, slow, tiny_llm, trained, work
 
 
 def flash(q, k, v, query_ends, key_ends, longest_query, longest_key, dropout, causal, *rest):
-    """What flash attention computes: run by run, causal from the last query and key on."""
+    """Compute flash attention: run by run, causal from the last query and key on."""
     assert causal and dropout == 0 and query_ends.dtype == key_ends.dtype == torch.int32
     outs, group = [], q.shape[1] // k.shape[1]
     for q0, q1, k0, k1 in zip(query_ends, query_ends[1:], key_ends, key_ends[1:]):
@@ -134,7 +134,7 @@ def test_follows_the_weights(checkpointing, monkeypatch):
     ids=["place", "numbers"],
 )
 def test_a_lora_that_changed_under_a_checkpoint_is_an_error(change, fault, message):
-    """Not a wrong gradient: what is recomputed in the backward would be of other weights."""
+    """A recomputation in the backward would be of other weights: no wrong gradient is given."""
     llm = tiny_llm()
     engine = Engine(llm, pad_id=0, gradient_checkpointing=True)
     first = next(iter(trained(llm).values()))
@@ -180,7 +180,7 @@ def test_a_base_that_trains_takes_the_modules():
 
 
 def test_keeps_little():
-    """What is kept for the backward, under autocast and with an MLP as wide as real ones.
+    """Bytes kept for the backward, under autocast and with an MLP as wide as real ones.
 
     Less than two thirds of what the modules keep. With layers recomputed in the backward less than
     a third of what is kept without, by either.

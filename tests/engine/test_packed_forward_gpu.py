@@ -1,4 +1,4 @@
-"""On a GPU: the compiled forward, with flash attention, equals the modules."""
+"""The compiled forward with flash attention equals the modules on a GPU."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ pytestmark = [
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("num_kv_heads", [1, 2])
 def test_flash_equals_modules(num_kv_heads, checkpointing):
-    """In bf16, compiled, with flash attention: no further off float32 than the modules in bf16."""
+    """Flash in compiled bf16 is no further off float32 than the modules in bf16."""
     sizes = dict(hidden_size=256, num_attention_heads=8, num_key_value_heads=num_kv_heads)
     sizes |= dict(initializer_range=0.02)
     llm = tiny_llm(lora_r=16, dtype=torch.bfloat16, device="cuda", **sizes)

@@ -33,7 +33,7 @@ def test_no_more_prompts_than_allowed_share_a_sequence():
 
 
 def test_shared_layout():
-    """By hand: prompts of 3, 4 and 2 tokens, of which the first two begin with 2 equal ones."""
+    """Three prompts of 3, 4 and 2 tokens, of which the first two begin with 2 equal ones."""
     mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 1, 1]])
     found = shared(mask, [0, 2, 0])
     padding = [-1, -1, -1]
@@ -47,7 +47,7 @@ def test_shared_layout():
 
 
 def test_cache_layout():
-    """By hand: two prompts that share 2 tokens, one alone; then each a prefix of its own."""
+    """Two prompts that share 2 tokens, one alone; then each a prefix of its own."""
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [0, 0, 0, 1, 1]])
     layout = shared(mask, [0, 2, 0, 1])  # tokens [0 1 | 2 3 | 4 5 6] and [7 | 8 9 | 10]
     found = layout.cache_layout(1)

@@ -13,7 +13,7 @@ STEPS = 20
 
 @pytest.fixture(scope="module")
 def model(policy):
-    """With a LoRA that does something."""
+    """A policy with a LoRA that does something."""
     return randomised(policy())
 
 

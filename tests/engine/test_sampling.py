@@ -34,7 +34,7 @@ def test_a_low_and_a_high_uniform_hit_the_ends():
 
 
 def test_a_class_behind_the_first_block():
-    """Of 1,100 classes, which are three blocks, the ends of blocks have .1, .2, .3, .4."""
+    """The ends of the three blocks of 1,100 classes have .1, .2, .3, .4."""
     p = torch.zeros(1100)
     p[[511, 512, 1023, 1024]] = torch.tensor([0.1, 0.2, 0.3, 0.4])
     uniforms = [0.0, 0.09, 0.11, 0.29, 0.31, 0.59, 0.61, 1 - 2**-53]
@@ -42,7 +42,7 @@ def test_a_class_behind_the_first_block():
 
 
 def test_rounding_draws_no_class_in_front_of_its_block_s_first():
-    """Of two classes, 5 and 900: where u is the end of the first, the sum in front rounds up."""
+    """The sum in front rounds up where u is the end of the first of two classes, 5 and 900."""
     logits = torch.full((1, 1024), float("-inf"))
     logits[0, 5], logits[0, 900] = -271 / 13, 0.0
     first = logits[0, 5].exp().double()
@@ -61,7 +61,7 @@ def test_the_likeliest_is_the_first_of_several():
 
 
 def test_log_probs_of_what_is_drawn():
-    """Of the tempered softmax, where logits are large and some are no classes."""
+    """They are of the tempered softmax, where logits are large and some are no classes."""
     random = torch.Generator().manual_seed(0)
     logits = 1000 + 5 * torch.randn(50, 1300, generator=random)
     logits[:, ::7] = float("-inf")
@@ -76,7 +76,7 @@ def test_log_probs_of_what_is_drawn():
 
 
 def test_numbers_that_are_none_give_none():
-    """For the run to name the tensors; and a token that there is."""
+    """The run can name the tensors; and the token is one that exists."""
     logits = torch.zeros(2, 600)
     logits[0, 3], logits[1] = float("nan"), float("-inf")
     for u in (None, torch.tensor([0.5, 0.5])):
@@ -173,7 +173,7 @@ def test_an_answer_ends_where_predict_forward_ends_it(tokenizer, stop_texts):
 
 
 def test_a_large_vocabulary_ends_answers_there_too(tokenizer):
-    """That of the random 4B, and tokens into which a stop text's parts are merged."""
+    """The random 4B's has tokens into which a stop text's parts are merged."""
     merged = ["<|end|>a", "nd|>\n\n", ".<|end|>\r\n", "<|e\nnd|>", "|>\nb", "<\n|", "\n<|end|>"]
     for planted in (copy.deepcopy(tokenizer), tokenizer_of(CONFIGS["4b"])):
         planted.add_tokens([AddedToken(text, normalized=False) for text in merged])
@@ -213,7 +213,7 @@ def test_stop_text_over_given_pieces(tokenizer, pieces):
 
 
 def test_every_byte_of_the_alphabet(tokenizer):
-    """What a token adds to the text is what decoding says, for every token."""
+    """A token adds to the text what decoding says, for every token."""
     pieces = _token_bytes(tokenizer, len(tokenizer) + 2)
     assert [piece.decode(errors="replace") for piece in pieces[:-2]] == [
         tokenizer.decode([i]) for i in range(len(tokenizer))

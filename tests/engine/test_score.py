@@ -23,7 +23,7 @@ def engine():
 
 @pytest.fixture(params=[slow, fast])
 def way(request):
-    """By the model's modules, as on the CPU, or by the kernels' twins, as on a GPU."""
+    """The model's modules, as on the CPU, or the kernels' twins, as on a GPU."""
     return request.param
 
 
@@ -54,7 +54,7 @@ def packed(engine, embeds, mask, prompt, ids, valid):
 
 
 def gradients(engine, embeds, valid, logp, hidden) -> list[torch.Tensor]:
-    """By all LoRA weights and the prompts, of a sum with random weights of all that carries one."""
+    """Gradients at LoRA weights and prompts, of a random sum of all that carries one."""
     weight = make(*valid.shape, dtype=torch.float32, seed=1)
     slope = make(*hidden.shape, dtype=torch.float32, seed=2)
     loss = torch.where(valid, weight * logp, 0.0).sum() + (slope * hidden).sum()
@@ -91,7 +91,7 @@ def test_equals_the_plain_forward(engine, way, checkpointing):
     ids=["full", "one token", "one of three", "mostly empty"],
 )
 def test_lengths(engine, way, lengths, num_tokens):
-    """Of prompts that differ in length by hundreds of tokens, too."""
+    """Prompts differ in length by hundreds of tokens, too."""
     inputs = answers(lengths, num_tokens)
     assert_alike(engine, way, (6, 8), [0, 0, 0, 1, 1, 1], *inputs)
     assert_alike(engine, way, (6, 300), [0, 1, 1, 1, 1, 1], *inputs)
@@ -99,7 +99,7 @@ def test_lengths(engine, way, lengths, num_tokens):
 
 @pytest.mark.parametrize("rows", [slice(0, 3), slice(3, 5), slice(2, 7), slice(5, 6), slice(0, 8)])
 def test_micro_batches_may_cut_groups(engine, way, rows):
-    """Of two groups of four rows; each row's scores are also what it gets among all rows."""
+    """Two groups of four rows; each row's scores are also what it gets among all rows."""
     prompt, lengths = [0] * 4 + [1] * 4, (7, 5)
     ids, valid = answers([5, 2, 6, 4, 1, 6, 3, 5], 6)
     part = assert_alike(engine, way, lengths, prompt[rows], ids[rows], valid[rows])

@@ -1,4 +1,4 @@
-"""Where the host waits for a GPU during a step: at few places, and never in a forward or backward.
+"""The host waits for a GPU at few places of a step, and never in a forward or backward.
 
 A wait in the update costs what Python needs to launch the rest of it, while no kernel runs.
 """
@@ -52,7 +52,7 @@ def build(monkeypatch, gpu):
 
 
 def calibrate(made):
-    """As a run does before its first step: with noise of a shape."""
+    """Give the action noise with a shape, as a run does before its first step."""
     action, size = made.state.tasks[1].action, made.policy.model.config.prompt_size
     action.load_state_dict(dict(sigma=action.sigma, factor=torch.eye(size)))
 

@@ -1,4 +1,4 @@
-"""What the engine's tests share: a tiny language model of random weights, prompts, both ways."""
+"""A tiny language model of random weights, prompts, and both ways through the engine."""
 
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,7 +73,7 @@ def prompts(model, lengths=(7, 5, 9), seed=0):
 
 @contextmanager
 def fast(engine: Engine):
-    """On the CPU too the path that CUDA takes, with the kernels' twins in plain torch."""
+    """Take CUDA's path on the CPU too, with the kernels' twins in plain torch."""
     before, engine.fast_on = engine.fast_on, ("cpu", "cuda", "meta")  # meta: tests/pretend.py
     yield engine
     engine.fast_on = before
@@ -81,7 +81,7 @@ def fast(engine: Engine):
 
 @contextmanager
 def slow(engine: Engine):
-    """On CUDA too by the model's own modules."""
+    """Take the model's own modules on CUDA too."""
     before, engine.fast_on = engine.fast_on, ()
     yield engine
     engine.fast_on = before
@@ -136,7 +136,7 @@ def assert_same(fast, plain):
 
 
 def work(llm, prompt_length=7, num_tokens=6, lengths=(6, 2, 0, 1, 5)):
-    """What `Engine.score` takes: two prompts, the second shorter, of two and three rows."""
+    """Arguments of `Engine.score`: two prompts, the second shorter, of two and three rows."""
     weight = llm.lm_head.weight
     embeds, mask = prompts(llm, (prompt_length, prompt_length - 3))
     random, vocab = torch.Generator().manual_seed(1), len(weight)

@@ -36,7 +36,7 @@ def test_bootstrap_of_ciou_resamples_samples():
 
 
 def test_a_ratio_of_which_a_resample_may_have_nothing():
-    """Of two rows one counts: a quarter of the resamples have none, the others say 1."""
+    """One of two rows counts: a quarter of the resamples have none, the others say 1."""
     assert bootstrap(torch.tensor([[1.0, 1.0], [0.0, 0.0]])) == (1, 1)
     assert math.isnan(statistics.statistic(torch.zeros(3, 2)))
     said = dict(color_known=torch.ones(2), color_said=torch.zeros(2), color_right=torch.zeros(2))

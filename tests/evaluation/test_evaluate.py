@@ -165,7 +165,7 @@ def test_the_files_hold_the_teacher_beside_the_policy(three_steps):
 
 
 def test_export_takes_the_role_of_the_better_measures(three_steps, capsys):
-    """Of a step the run's evaluation of it, of checkpoint_best its own."""
+    """A step has the run's evaluation of it, checkpoint_best its own."""
     for name, step in (("checkpoint_step_3", 3), ("checkpoint_best", None)):
         step = step or read_json(three_steps / name / "eval.json")["step"]
         measured = read_json(three_steps / "evaluation" / f"step_{step}.json")
@@ -261,7 +261,7 @@ def test_a_score_of_other_regions_is_not_compared(keep, tmp_path):
 
 
 def test_what_best_by_names_decides(tmp_path, monkeypatch):
-    """Of policy and teacher alike; in the order of the steps, whose measures are made up here."""
+    """It decides for policy and teacher alike; here measures are made up, in order of steps."""
     made = {
         0: [[0.1, 0.2, 0.0]],
         1: [[0.5, 0.1, 0.3], [0.1, 0.5, 0.0]],

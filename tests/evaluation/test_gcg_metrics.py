@@ -44,7 +44,7 @@ def test_recall_ends_with_the_first_pair_that_fails():
 
 
 def test_ap50_is_that_of_their_files(tmp_path):
-    """By pycocotools' loadRes and its own default parameters, as the published script does."""
+    """pycocotools' loadRes and default parameters compute it, as the published script does."""
     rng = np.random.default_rng(0)
     truth, answers = [], []
     for _ in range(12):

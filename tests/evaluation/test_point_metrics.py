@@ -18,7 +18,7 @@ def with_points(*negative) -> PointPrompt:
 
 
 def test_negative_points_of_the_next_answers():
-    """At the same place of an image of another size; as many as the answer's own, if there are."""
+    """They are at the same place of another image; as many as the answer's own, if there are."""
     sizes = [(10, 20), (20, 20), (10, 40), (10, 20)]  # (H, W)
     one, two = with_points((1, 1)), with_points((4, 4), (6, 8))
     none = with_points()

@@ -65,7 +65,7 @@ def folders(tmp_path_factory):
 
 
 def answers_of(style: str) -> list[str]:
-    """What the model is made to say of each row."""
+    """Answers that the model is made to give to each row."""
     if style == "segzero":
         return [f"So: {json.dumps(answer)}" if answer else "so" for answer in SEGZERO]
     return [
@@ -179,7 +179,7 @@ def test_no_number_of_points_is_too_many(folders, tmp_path, monkeypatch):
     assert found["values"]["parsable"] == [1, 1, 1, 1]
 
 
-def test_the_protocol_sets_the_defaults(folders, tmp_path):
+def test_the_protocol_sets_the_defaults(folders):
     words = ["--model_path", folders["model_path"], "--data_dir", folders["data_dir"]]
     parser = evaluate.build_parser("")
     parser.set_defaults(**published_points.DEFAULTS, **published_points.FIXED)

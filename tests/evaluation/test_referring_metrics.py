@@ -99,7 +99,7 @@ def test_a_run_trains_on_phrases_and_is_measured_on_val(root, tmp_path, monkeypa
     assert set(held["references"]) <= {text for *_, text in read(root, "val")}
 
 
-def test_images_that_another_of_the_three_trains_on(root, tmp_path, capsys):
+def test_images_that_another_of_the_three_trains_on(root, tmp_path):
     """refcocog's val has an image that refcoco trains on, as it is with the published sets; here
     also encoded anew."""
     scenes = list(drawn_scenes("refcoco", 0, **SCENES))
@@ -113,17 +113,17 @@ def test_images_that_another_of_the_three_trains_on(root, tmp_path, capsys):
     assert np.isin(*picture_keys(training, other)).sum() == shared
     how = dict(dataset="refcoco", data_dir=root, eval_data_dir=f"refcocog:{tmp_path / 'g'}")
     argv = flags(root, tmp_path / "run", **how)
-    assert f"share images, of {shared} of {len(training)} training" in complaint_of(capsys, argv)
+    assert f"share images, of {shared} of {len(training)} training" in complaint_of(argv)
     how |= dict(
         dataset="refcocog", data_dir=tmp_path / "g", subsets="val", data_mixture=f"refcoco:{root}"
     )
     mixed = flags(root, tmp_path / "run", **how)
-    found = complaint_of(capsys, mixed)
+    found = complaint_of(mixed)
     assert f"of {2 * shared} of {shared + len(training)} training" in found
 
 
 def test_a_checkpoint_is_not_measured_on_images_that_it_was_trained_on(root, tmp_path, capsys):
-    """By its config.json: it held out what shares an image with refcoco's val, and dropped that."""
+    """Its config.json says so: it held out what shares an image with refcoco's val."""
     how = dict(dataset="refcoco", data_dir=root, eval_data_dir=root, train_eval_overlap="drop")
     config = cli.parse(flags(root, tmp_path / "run", **how)).flags
     write_json(tmp_path / "config.json", config)
@@ -169,7 +169,7 @@ def evaluated(root, tmp_path, **changes):
 
 
 def test_the_figures_are_those_of_a_computation_by_hand(root, tmp_path, capsys):
-    """By the files alone, and `predict_forward`, sample by sample, as the original does it."""
+    """The files and `predict_forward` give them, sample by sample, as the original does it."""
     model, tokenizer = Sa2VAModel.from_pretrained(CHECKPOINT), load_tokenizer(CHECKPOINT)
     intersections, unions, texts, ious = [], [], [], []
     for path, target, sentence in read(root, "testA"):
@@ -257,14 +257,14 @@ def general(tmp_path_factory):
     return folder
 
 
-def test_loop2_trains_on_phrases_that_name_nothing(general, tmp_path, capsys):
+def test_loop2_trains_on_phrases_that_name_nothing(general, tmp_path):
     """They are no damaged samples; each component of their reward is 1 or 0."""
     training = RefCOCODataset(general, "grefcoco", "train")
     absent = {training[i]["caption"] for i in range(len(training)) if not training[i]["mask"].any()}
     assert absent and not training.report()["skipped"]
     how = dict(dataset="grefcoco", data_dir=general, eval_data_dir=general)
     assert "--tasks mask_caption_mask needs a region" in complaint_of(
-        capsys, flags(general, tmp_path / "no", **how)
+        flags(general, tmp_path / "no", **how)
     )
     (tmp_path / "order.py").write_text(ORDER)
     how |= dict(loop1_weight=0, batch_size=4, sampler="order:absent_first", eval_samples=40)

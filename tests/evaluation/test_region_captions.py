@@ -35,7 +35,7 @@ def evaluated(root, tmp_path, *more):
 
 
 def test_the_figures_are_those_of_a_computation_by_hand(root, tmp_path):
-    """By `predict_forward`, region by region, as the original does it."""
+    """`predict_forward` gives them, region by region, as the original does it."""
     model, tokenizer = Sa2VAModel.from_pretrained(CHECKPOINT), load_tokenizer(CHECKPOINT)
     model.config.raw["max_dynamic_patch"] = 2
     dataset = RefCOCODataset(root, "refcocog", "val")

@@ -61,7 +61,7 @@ def test_model_tokenizer_and_image_processor_are_read(version, tmp_path):
 
 
 def test_other_forms_of_an_image_processor(tmp_path):
-    """What 4.52 to 4.57 write with `size` alone; what has no limits; no such file at all."""
+    """4.52 to 4.57 write `size` alone; another file has no limits, or there is none."""
     file = tmp_path / "preprocessor_config.json"
     published = json.loads((FOLDERS / "4.49.0/qwen/preprocessor_config.json").read_text())
     published |= dict(min_pixels=None, max_pixels=None)
@@ -76,7 +76,7 @@ def test_other_forms_of_an_image_processor(tmp_path):
 
 
 def test_a_chat_template_in_the_tokenizer_s_config(tmp_path):
-    """As published folders have it."""
+    """Published folders have it there."""
     folder = shutil.copytree(FOLDERS / "4.49.0/qwen", tmp_path / "qwen")
     file = folder / "tokenizer_config.json"
     template = json.loads((folder / "chat_template.json").read_text())

@@ -1,4 +1,4 @@
-"""From a run's checkpoint to a folder in the original layout that computes what was trained."""
+"""A run's checkpoint becomes a folder in the original layout that computes the same."""
 
 import json
 import shutil
@@ -142,7 +142,7 @@ def check_card(output, trained, role, base):
 
 
 def test_a_card_leaves_out_what_the_run_does_not_know(trained, tmp_path):
-    """Of a copied checkpoint without its evaluations, on a base without a card; hub names stay."""
+    """The checkpoint is a copy without evaluations, the base has no card; hub names stay."""
     folder = shutil.copytree(trained, tmp_path / "of_somebody")
     base = shutil.copytree(CHECKPOINT, tmp_path / "models--owner--Sa2VA-4B" / "snapshots" / "f00")
     write_card(tmp_path, folder, base, "policy")
@@ -226,7 +226,7 @@ def test_the_role_with_the_better_score(tmp_path, capsys):
         preferred_role(folder)
 
 
-def test_bad_input(trained, tmp_path, capsys):
+def test_bad_input(trained, tmp_path):
     def refused(*words, **changes):
         arguments = dict(checkpoint=trained, output=tmp_path / "new") | changes
         with pytest.raises(SystemExit) as stopped:

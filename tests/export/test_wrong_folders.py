@@ -47,7 +47,7 @@ def finished(tmp_path_factory):
 
 
 @pytest.fixture
-def complaint(data, tmp_path, capsys, monkeypatch):
+def complaint(data, tmp_path, monkeypatch):
     """The sentence of a run with some flags changed, in which no data may be read."""
 
     def read(*args):
@@ -56,7 +56,7 @@ def complaint(data, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(start, "open_data", read)
 
     def run(**changes):
-        return complaint_of(capsys, flags(data, tmp_path / "run", **changes))
+        return complaint_of(flags(data, tmp_path / "run", **changes))
 
     yield run
     assert not (tmp_path / "run").exists()

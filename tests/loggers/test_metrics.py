@@ -79,7 +79,7 @@ def test_shares_of_a_rollout():
 
 
 def test_rewards_by_hand():
-    """Of two ranks, two rows without a reward: 0, 1, 1, 2 have mean 1, variance 2/3."""
+    """Two ranks, two rows without a reward: 0, 1, 1, 2 have mean 1, variance 2/3."""
     nan = torch.nan
     first = tally_of(work_of(["a"] * 2, [0.0, 1.0]), work_of(["a"] * 2, [nan, 1.0]))
     other = {"iou": torch.tensor([0.5, nan]), "likelihood": torch.tensor([0.1, 0.3])}
@@ -122,7 +122,7 @@ def test_an_action_adds_its_curves():
 
 
 def update_of(*micro_batches, iterations=1) -> StepMetrics:
-    """What a rank counts of an update of loop 1, each micro-batch (loss, KL, its tokens, gap)."""
+    """A rank's counts of an update of loop 1, each micro-batch (loss, KL, its tokens, gap)."""
     tally = StepMetrics()
     for number in range(iterations):
         for loss, kl, tokens, gap in micro_batches:
@@ -241,7 +241,7 @@ def test_the_clock_books_seconds_and_peaks_where_they_arise(monkeypatch):
 
 
 def refusing(*reasons, texts=None) -> StepMetrics:
-    """Of rows unparsed for "no_json", for "outside" or, "", parsed."""
+    """Rows unparsed for "no_json", for "outside" or, "", parsed."""
     work = work_of(texts or [f"text {k}" for k in range(len(reasons))], torch.zeros(len(reasons)))
     names = ("no_json", "outside")
     unparsed = {name: torch.tensor([name == reason for reason in reasons]) for name in names}

@@ -66,7 +66,7 @@ def test_a_picture_of_any_shape(loop, width, height, drawn_width, drawn_height):
 
 
 def test_an_answer_s_box_and_points_are_drawn():
-    """Of a mask of 20 x 10 (W, H), drawn at 420 x 210, on grey: both panels."""
+    """A mask of 20 x 10 (W, H), drawn at 420 x 210, on grey: both panels."""
     region = torch.zeros(10, 20, dtype=torch.bool)
     found, without = region.clone(), torch.ones_like(region)
     found[:5] = True
@@ -93,7 +93,7 @@ def test_an_answer_s_box_and_points_are_drawn():
 
 @pytest.mark.parametrize("color", [PREDICTED, (147, 60, 180), (0, 0, 0), (255, 255, 255)])
 def test_a_mask_is_seen_on_any_color(color):
-    """Inside is the image's own colour; contour, rim or outside differ from it."""
+    """The inside has the image's own colour; contour, rim or outside differ from it."""
     target = torch.zeros(60, 60, dtype=torch.bool)
     target[20:40, 20:40] = True
     image = Image.new("RGB", (60, 60), color)

@@ -130,7 +130,7 @@ def test_the_document_names_curves_that_are(whole):
 
 
 def test_the_last_checkpoint_is_exported(whole, tmp_path):
-    """As tools.export does it."""
+    """tools.export does it the same way."""
     final = whole / FINAL_MODEL
     export(whole / "checkpoint_step_2", tmp_path / "exported", "teacher")
     files = {file.name: file.read_bytes() for file in final.iterdir()}
@@ -169,12 +169,10 @@ class Alone(MaskCaptionMask):
 """
 
 
-def test_a_teacher_that_is_not_there(data, tmp_path, capsys, monkeypatch):
+def test_a_teacher_that_is_not_there(data, tmp_path, monkeypatch):
     (tmp_path / "teacherless.py").write_text(TASK)
     monkeypatch.syspath_prepend(tmp_path)
     how = dict(tasks="teacherless:Alone", merge_at_end="teacher")
-    said = complaint_of(capsys, flags(data, tmp_path / "run", **how))
+    said = complaint_of(flags(data, tmp_path / "run", **how))
     assert "--merge_at_end teacher: no task of --tasks has a teacher" in said
-    assert "--merge_at_end" in complaint_of(
-        capsys, flags(data, tmp_path / "run", merge_at_end="best")
-    )
+    assert "--merge_at_end" in complaint_of(flags(data, tmp_path / "run", merge_at_end="best"))

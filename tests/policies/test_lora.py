@@ -1,4 +1,4 @@
-"""What every LoRA policy shares: what is attached, what trains, counts, precision."""
+"""Parts of every LoRA policy: modules with LoRA, trainables, counts, precision."""
 
 import pytest
 import torch

@@ -73,7 +73,7 @@ def test_loads_every_weight_or_says_which_not(qwen, tmp_path):
 
 
 def test_sam_is_that_of_the_published_folder(sam, tmp_path, caplog):
-    """Of the model for videos, and where the file has one of the two copies of a matrix."""
+    """It is the model for videos, of whose file one of two copies of a matrix may be missing."""
     whole = load_sam(sam)
     assert "sam2_video" not in caplog.text  # transformers' warning of another type of model
     folder = copied(sam, tmp_path / "once")
@@ -129,7 +129,7 @@ def test_a_task_asks_its_own_family(qwen, sam):
 
 
 def test_qwen3_is_told_by_its_model_type(qwens, sam, tmp_path):
-    """By its own class and keys, in cells of 32 pixels, with coordinates of 0 to 1000."""
+    """It has its own class and keys, cells of 32 pixels, and coordinates of 0 to 1000."""
     folder = qwens["qwen3_vl"]
     keys = load_file(folder / "model.safetensors").keys()
     assert "model.visual.pos_embed.weight" in keys  # the published layout

@@ -1,4 +1,4 @@
-"""What the scored log-probs of Sa2VA depend on, what they must not depend on, and wrong input."""
+"""Scored log-probs of Sa2VA: their dependence on the input, and wrong input."""
 
 import json
 import re
@@ -138,7 +138,7 @@ def test_padding_behind_the_answer_is_not_read(model, images, prompts, answers):
 
 
 def test_score_is_the_models_own_forward(model, images, prompts, answers, batch):
-    """Against `Sa2VAModel.forward` on pixels, one row without any padding."""
+    """`Sa2VAModel.forward` on pixels gives the same, one row without any padding."""
     ids, valid = answers
     ids = ids[1:2, valid[1]]
     full = torch.cat([torch.tensor([prompts.ids[1]]), ids], dim=1)
@@ -156,7 +156,7 @@ def test_score_is_the_models_own_forward(model, images, prompts, answers, batch)
     )
 
 
-def test_temperature_divides_the_logits(policy, images, prompts, answers, model):
+def test_temperature_divides_the_logits(policy, images, prompts, answers):
     flat = score(policy(temperature=1e6), images, prompts, answers).logp[answers[1]]
     torch.testing.assert_close(
         flat, torch.full_like(flat, -torch.tensor(481.0).log().item()), atol=1e-3, rtol=0
@@ -209,7 +209,7 @@ def test_region_cells_must_fit_the_prompt(model, images, prompts, answers, chang
         score(model, images, wrong, answers)
 
 
-def test_a_prompt_beyond_the_context_names_its_tiles(model, answers):
+def test_a_prompt_beyond_the_context_names_its_tiles(model):
     width = 4 * model.model.config.vision.hidden_size
     tiles = 40  # 40 x 64 image tokens in a context of 2048
     large = ImageFeatures(
@@ -282,7 +282,7 @@ def test_teacher_sees_the_policys_tiles_and_region(policy, prepare, scenes, monk
 
 
 def test_a_caption_in_a_prompt_is_a_phrase(model, images):
-    """Without the special tokens that a sampled caption may shout; they would be image or [SEG]."""
+    """A sampled caption may shout special tokens, which would be image or [SEG]; they go."""
     loud, plain = (
         model.segment_prompts(images, [0], [text]) for text in ("A Dog <IMG> [seg].", "a dog")
     )

@@ -1,4 +1,4 @@
-"""What a worker makes of samples for Sa2VA: the processor's bits, and no caption too long."""
+"""A worker's inputs for Sa2VA: the processor's bits, and no caption too long."""
 
 import itertools
 import pickle
@@ -71,7 +71,7 @@ def test_batches_that_are_kept_are_not_overwritten(dataset, inputs_of):
 def test_a_caption_beyond_the_context_is_damaged(
     model, dataset, inputs_of, max_tiles, num_image_tokens, num_workers
 ):
-    """To the token: the longest that fits stays, one more is replaced and named."""
+    """The longest that fits stays; with one token more it is replaced and named."""
     around = len(model.prompts.segment("red", 1)) - 65  # tokens of the prompt's own words
     words = 2048 - 100 - num_image_tokens - around  # each is a token
     lengths = {1: words, 2: words + 1, 3: 3000}
@@ -91,7 +91,7 @@ def test_a_caption_beyond_the_context_is_damaged(
 
 
 def test_a_caption_beyond_max_caption_length_is_damaged(model, inputs_of):
-    """To the token of its prompt's text."""
+    """The limit is on tokens of its prompt's text."""
     inputs = replace(inputs_of(6), max_prompt_length=100)
     around = len(model.prompts.segment("red", 1)) - 65
     sample = dict(image_id="id", caption=" ".join(["red"] * (100 - around)))
@@ -103,7 +103,7 @@ def test_a_caption_beyond_max_caption_length_is_damaged(model, inputs_of):
 
 
 def test_a_token_that_cleaning_does_not_know_is_refused(inputs_of, monkeypatch):
-    """In the caption as it stands, and in its prompt: some other tokenizer may have any."""
+    """It may be in the caption as it stands, or in its prompt, of some other tokenizer."""
     inputs = inputs_of(1)
     for caption, place in (("a red", -1), ("Red", 0)):  # "Red" stands in no prompt
         token = inputs.prompts.tokenizer.encode(caption)[place]

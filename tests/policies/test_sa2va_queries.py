@@ -1,4 +1,4 @@
-"""What a role of Sa2VA is asked: masks by a forced or its own answer, captions, likelihoods."""
+"""Queries to a role of Sa2VA: masks by a forced or its own answer, captions, likelihoods."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def all_equal(masks, others) -> bool:
 
 
 def test_a_teacher_that_says_what_is_forced_finds_the_same(model, images, batch, monkeypatch):
-    """In chunks of rows, which end where neither image nor list does; and when asked again."""
+    """Chunks of rows end where neither image nor list does; it is asked twice."""
     monkeypatch.setattr(sa2va_queries, "ROWS_AT_ONCE", 3)
     image = [0, 1, 1, 2, 3, 0, 3]
     captions = [batch.captions[0], "a blue circle", "a blue circle", *batch.captions[2:]]
@@ -119,7 +119,7 @@ def test_a_mask_is_the_union_of_what_the_teacher_says(model, images, batch, monk
 
 
 def test_descriptions_are_greedy_answers_in_any_company(model, images, batch, monkeypatch):
-    """In chunks of rows, an empty mask among them, which is not asked about."""
+    """Chunks of rows hold an empty mask too, which is not asked about."""
     image, masks = [0, 1, 1, 2, 3], [batch.masks[i] for i in (0, 1, 1, 2, 3)]
     masks[2] = masks[2] & False
     once = describe(model, images, image, masks, STEPS)
@@ -182,7 +182,7 @@ def test_likelihood_by_hand(policy, batch, path, monkeypatch):
 
 
 def test_masks_of_one_grid_are_exactly_equally_likely(policy, batch):
-    """In bfloat16, where rounding depends on a forward's rows: it must not look like a reward."""
+    """Rounding in bfloat16 depends on a forward's rows: it must not look like a reward."""
     model = policy(dtype=torch.bfloat16)
     images, image = model.encode(batch), [0, 0, 0, 1, 1, 0, 1, 0]
     masks, captions = ([of[i] for i in image] for of in (batch.masks, batch.captions))
@@ -212,7 +212,7 @@ def test_an_empty_mask_is_not_asked_about(model, images, batch, monkeypatch):
 
 
 def test_the_true_region_explains_its_caption_best(model, images, batch):
-    """On average over the scenes, against the masks of the other objects of each."""
+    """It does on average over the scenes, against the masks of the other objects of each."""
     true = caption_likelihood(model, images, [0, 1, 2, 3], batch.masks, batch.captions, 64)
     for i, name in enumerate(batch.image_ids):
         scene = make_scene(0, 7, int(name.removeprefix("scene")))  # as the fixture `scenes` does
@@ -227,7 +227,7 @@ def test_the_true_region_explains_its_caption_best(model, images, batch):
 
 
 def test_features_of_part_of_a_batch_are_those_of_the_whole(model, images, batch):
-    """What a role is asked of an image does not depend on the images beside it."""
+    """An image's features do not depend on the images beside it."""
     alone = replace(
         batch,
         masks=batch.masks[:1],

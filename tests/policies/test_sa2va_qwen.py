@@ -24,6 +24,7 @@ from sa2va_hf.prompts import SEGMENT_ANSWERS, SEGMENT_WORDINGS
 from sa2va_hf.qwen_images import draw_region, patches, region_box
 from tests import runs, supervised
 from tests.runs import curve, weights
+from tests.sa2va_hf.qwen_training import training_example
 from tests.sa2va_hf.tiny_qwen import IDS, write_folder, write_sam3_folder
 from tools import evaluate, export, predict
 from tools.demo import refcoco_writer
@@ -259,8 +260,8 @@ LOOPS = dict(
 )
 
 
-def resumed(run, whole, folder, middle, last, **changes):
-    """A copy of the run `whole` that was killed behind step `middle`, taken up again."""
+def resumed(run, whole, folder, last, **changes):
+    """A copy of the run `whole` that was killed before step `last` was saved, taken up again."""
     again = shutil.copytree(whole, folder)
     shutil.rmtree(again / f"checkpoint_step_{last}")
     return run(output=again, resume="", **changes)
@@ -279,7 +280,7 @@ def ten_steps_of_both_loops(folder, data, tmp_path):
         assert max(curve(whole, f"grad_norm/{group}").values()) > 0
     for tag in ("loop1/reward_mean", "loop2/reward_mean"):
         assert len(set(curve(whole, tag).values())) > 1, tag
-    again = resumed(run, whole, tmp_path / "again", 8, 10)
+    again = resumed(run, whole, tmp_path / "again", 10)
     a, b = weights(whole, 10), weights(again, 10)
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
@@ -310,7 +311,7 @@ def test_supervised_training_and_its_export(folder, data, tmp_path):
         assert max(curve(whole, f"grad_norm/{group}").values()) > 0
     losses = curve(whole, "masks/text_loss")
     assert losses[10] < losses[1]
-    again = resumed(run, whole, tmp_path / "again", 8, 10)
+    again = resumed(run, whole, tmp_path / "again", 10)
     a, b = weights(whole, 10), weights(again, 10)
     assert all(torch.equal(a[name], b[name]) for name in a)
     merged = tmp_path / "merged"
@@ -344,7 +345,7 @@ def test_several_turns_are_those_of_the_originals_training(folder, data, tmp_pat
             turns.append((wording.replace("{x}", phrase(caption)), answer))
         assert len(turns) == examples.num_turns[k] > 1
         image = made.data.train_set[i]["image"]
-        encoded = policy.processor.training_example([image], turns, policy.tokenizer)
+        encoded = training_example(policy.processor, [image], turns, policy.tokenizer)
         length = int(examples.valid[k].sum())
         ids = examples.prompts.ids[k] + examples.ids[k, :length].tolist()
         # Nothing follows the newline behind the last answer.

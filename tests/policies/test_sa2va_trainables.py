@@ -1,4 +1,4 @@
-"""Which weights of Sa2VA train, in which precision, by which group; and what does not."""
+"""Trainable weights of Sa2VA: their groups and precision; the rest stays frozen."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is kept of a large tensor shows an error anywhere in it."""
+"""The kept part of a large tensor shows an error anywhere in it."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What the tests of the judge share."""
+"""Helpers of the tests of the judge."""
 
 import torch
 

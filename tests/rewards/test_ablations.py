@@ -86,7 +86,7 @@ def test_length_by_hand():
 
 
 def test_fixed_is_one_caption_for_all():
-    """Of texts their METEOR; of masks what the task says of them against that caption."""
+    """Texts have their METEOR, masks the task's own reward against that caption."""
     _, of_texts = controlled("fixed", Task(), rollout_of(TEXTS, MASKS), caption="one cat")
     assert torch.equal(of_texts, meteor(["one cat"] * 4, TEXTS)) and of_texts[2] > of_texts[0]
     task = Task({"meteor": 0.5}, replies=TEXTS)
@@ -227,7 +227,7 @@ def points(*negative, positive=((50.0, 50.0),), boxes=((10.0, 10.0, 90.0, 90.0),
     ],
 )
 def test_habits_of_negative_points_by_hand(ablation, expected):
-    """In an image of 100 x 100 around whose middle lies the positive point."""
+    """The positive point lies around the middle of an image of 100 x 100."""
     prompts = [
         points((50.0, 50.0)),
         points((70.0, 50.0)),

@@ -1,4 +1,4 @@
-"""What captions state of attributes, by hand, and vocabularies of another form."""
+"""Attributes that captions state, by hand, and vocabularies of another form."""
 
 import json
 
@@ -41,7 +41,7 @@ def test_what_a_text_states(text, expected):
 
 
 def test_accuracy_and_precision_by_hand():
-    """Of five captions four are of a known colour: two say it, one also another, one none."""
+    """Four of five captions are of a known colour: two say it, one also another, one none."""
     references = ["red", "red", "blue", "blue", "a circle"]
     captions = ["a red one", "red and blue", "blue", "something", "red"]
     colors = {"color": VOCABULARY["color"]}

@@ -266,7 +266,7 @@ def test_names_of_our_curves_are_taken():
 
 
 def test_a_new_reward_is_a_function_and_a_flag(tmp_path):
-    """What --reward names stands beside what the project's flags add; nothing else is edited."""
+    """A reward of --reward stands beside those of the project's flags; nothing is edited."""
     source = "def brevity(completions): return [-len(text) for text in completions]"
     (tmp_path / "user_new.py").write_text(source)
     flags = RewardConfig(reward=["user_new:brevity=0.5"], overlong_buffer=4)

@@ -36,7 +36,7 @@ def judged_flags(data, output, server, **changes) -> list[str]:
 def stop(capsys, argv) -> tuple[str, list[str], float]:
     """The sentence that a run ends with, what it said of the judge before, and its seconds."""
     started = time.perf_counter()
-    sentence = complaint_of(capsys, argv)
+    sentence = complaint_of(argv)
     seconds = time.perf_counter() - started
     said = [line for line in capsys.readouterr().out.splitlines() if "judge" in line]
     with capsys.disabled():

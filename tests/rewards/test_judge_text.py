@@ -1,4 +1,4 @@
-"""Which replies of a judge are understood, and as what."""
+"""Replies of a judge that are understood, and their meaning."""
 
 import json
 

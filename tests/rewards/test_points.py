@@ -33,7 +33,7 @@ IN_TARGET, IN_CONFUSED, BACKGROUND = (2.0, 2.0), (5.0, 2.0), (9.0, 7.0)
 
 
 def rewards(*cases, confused=CONFUSED) -> dict[str, list]:
-    """Of (answer, in form, mask, mask without negatives) about TARGET."""
+    """Return the rewards of (answer, in form, mask, mask without negatives) about TARGET."""
     answers, in_form, masks, without = zip(*cases)
     n = len(cases)
     return point_rewards(answers, in_form, masks, without, [TARGET] * n, [confused] * n)
@@ -79,7 +79,7 @@ def test_the_negative_term_is_bounded_and_neutral_when_abstaining():
 
 
 def test_what_cannot_be_read_has_the_lowest_reward():
-    """Of all answers, masks and weights: a valid answer that is wrong in all is no worse."""
+    """All answers, masks and weights: a valid answer that is wrong in all is no worse."""
     regions = (mask(), TARGET, CONFUSED)
     points_of = ((), (IN_TARGET,), (IN_CONFUSED,), (BACKGROUND,))
     cases = [

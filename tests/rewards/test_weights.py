@@ -62,22 +62,22 @@ def test_the_tasks_share_the_flags_of_sampled_masks(data, tmp_path):
         (["loop1.iou=1", "loop1.iou=0.5"], "loop1.iou is named twice"),
     ],
 )
-def test_what_is_refused(data, tmp_path, capsys, words, sentence):
+def test_what_is_refused(data, tmp_path, words, sentence):
     argv = flags(data, tmp_path / "run", tasks=TASKS, reward_weights=words)
-    assert sentence in complaint_of(capsys, argv)
+    assert sentence in complaint_of(argv)
 
 
-def test_what_leaves_no_reward_is_refused(data, tmp_path, capsys):
+def test_what_leaves_no_reward_is_refused(data, tmp_path):
     argv = flags(data, tmp_path / "run", reward_weights="loop1.iou=0")
-    sentence = complaint_of(capsys, argv)
+    sentence = complaint_of(argv)
     assert "--reward_weights: leaves loop1 no component with a weight" in sentence
     argv = flags(data, tmp_path / "run", reward_weights="loop1.iou=1", reward="json:dumps")
-    sentence = complaint_of(capsys, [*argv, "--reward_only"])
+    sentence = complaint_of([*argv, "--reward_only"])
     assert "--reward_weights: not with --reward_only" in sentence
 
 
 def test_a_resume_with_other_weights_is_refused(data, tmp_path):
-    """By the flag's name, with both values."""
+    """The sentence has the flag's name and both values."""
     half, whole = ["loop2.meteor=.5", "loop2.likelihood=.5"], ["loop2.likelihood=1"]
     config, other = (
         cli.parse(flags(data, tmp_path / "run", reward_weights=weights, resume=""))

@@ -1,4 +1,4 @@
-"""What a run is built from: how long it is, what trains at which rate."""
+"""Parts of a run: its length, its trainables and their rates."""
 
 import pytest
 import torch

@@ -102,7 +102,7 @@ def test_a_folder_that_one_machine_lacks(refusal):
     )
 
 
-def test_data_and_models_that_differ(refusal, data, tmp_path):
+def test_data_and_models_that_differ(refusal, tmp_path):
     write_split(tmp_path / "other", seed=1, split=TRAIN, num_scenes=20)
     model = shutil.copytree(CHECKPOINT, tmp_path / "model")
     file = next(model.glob("*.safetensors"))
@@ -130,7 +130,7 @@ def test_alone_nobody_has_to_agree():
 
 
 def test_what_one_rank_alone_has_is_named(monkeypatch):
-    """As flags of another version of the program."""
+    """Another version of the program has such flags."""
     monkeypatch.setattr(consistency, "gather_objects", lambda _: [{"--a": 1}, {"--a": 1, "--b": 2}])
     with pytest.raises(ValueError, match="--b: None on rank 0; 2 on rank 1. Give"):
         consistency.check_same_on_all_ranks({"--a": 1})

@@ -1,4 +1,4 @@
-"""How ranks end that have lost another one; other endings are tested where their faults are."""
+"""Ends of ranks that have lost another one; other ends are tested beside their faults."""
 
 import os
 import signal

@@ -55,26 +55,26 @@ SMALLER_BATCH = "lower --batch_size (and raise --gradient_accumulation_steps)"
     ],
 )
 def test_memory_that_ends_is_one_sentence(
-    data, tmp_path, monkeypatch, capsys, owner, name, at_call, where, remedy
+    data, tmp_path, monkeypatch, owner, name, at_call, where, remedy
 ):
-    """Of a run that has begun, with flags that it may be resumed with.
+    """The run has begun; the sentence names flags that it may be resumed with.
 
     The first call of the vision encoder, and of `complete`, is the calibration's.
     """
     monkeypatch.setattr("rl_train.run.start.CALIBRATION_SAMPLES", 2)  # one batch
     runs_out(monkeypatch, owner, name, at_call)
-    assert complaint_of(capsys, flags(data, tmp_path, **TINY)) == (
+    assert complaint_of(flags(data, tmp_path, **TINY)) == (
         f"rl_train: out of GPU memory on rank 0, in step 1, in {where}; {remedy}; "
         f"{tmp_path} holds no checkpoint yet, --resume auto begins anew"
     )
 
 
-def test_memory_that_ends_before_a_run_begins(data, tmp_path, monkeypatch, capsys):
+def test_memory_that_ends_before_a_run_begins(data, tmp_path, monkeypatch):
     """Any flag may then change; the folder is still free."""
     for name in ("load_weights", "vision_features"):  # the model itself; the calibration's batch
         with monkeypatch.context() as patch:
             runs_out(patch, InternVLModel, name)
-            sentence = complaint_of(capsys, flags(data, tmp_path, **TINY))
+            sentence = complaint_of(flags(data, tmp_path, **TINY))
         assert sentence.startswith(
             f"rl_train: out of GPU memory on rank 0, before the first step; {SMALLER_BATCH}; "
         )
@@ -82,10 +82,10 @@ def test_memory_that_ends_before_a_run_begins(data, tmp_path, monkeypatch, capsy
     assert not (tmp_path / "config.json").exists()
 
 
-def test_what_a_resumed_run_may_not_change_is_not_advised(data, tmp_path, monkeypatch, capsys):
-    """After a checkpoint."""
+def test_what_a_resumed_run_may_not_change_is_not_advised(data, tmp_path, monkeypatch):
+    """A checkpoint has been written."""
     runs_out(monkeypatch, train, "clip_gradients", at_call=2)
-    sentence = complaint_of(capsys, flags(data, tmp_path, save_steps=1, **TINY))
+    sentence = complaint_of(flags(data, tmp_path, save_steps=1, **TINY))
     assert sentence == (
         "rl_train: out of GPU memory on rank 0, in step 2, in update; lower --micro_batch_size; "
         f"the last whole checkpoint is {tmp_path / 'checkpoint_step_1'}, --resume goes on from it"

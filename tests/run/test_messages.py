@@ -1,4 +1,4 @@
-"""What a run prints, by hand."""
+"""Lines that a run prints, by hand."""
 
 import shutil
 import sys

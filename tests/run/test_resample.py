@@ -25,7 +25,7 @@ RUN["max_completion_length"] = 3  # the reward does not read the answers
 
 
 def is_equal(image_id: str) -> bool:
-    """Whether all rewards of a sample are equal, as those of two samples of three are."""
+    """Return whether all rewards of a sample are equal; those of two samples of three are."""
     return zlib.crc32(image_id.encode()) % 3 > 0
 
 
@@ -94,7 +94,7 @@ def test_further_samples_are_of_the_users_order_and_of_the_same_data_set():
 
 
 def test_positions_are_those_of_the_step():
-    """Of the second batch of rank 1 of 2, the sample 1 is in position 7; then its stand-in is."""
+    """Sample 1 is in position 7 of the second batch of rank 1 of 2; then its stand-in is."""
     taken, two_ranks = [], sampler(rank=1, world_size=2)
 
     class Recording:
@@ -163,17 +163,15 @@ def test_without_the_flag_nothing_is_replaced(data, one, tmp_path):
     assert groups(plain) == first_step[:4] != first_step
 
 
-def test_not_with_rewards_by_another_sample_of_the_batch(data, tmp_path, capsys):
+def test_not_with_rewards_by_another_sample_of_the_batch(data, tmp_path):
     """A round may be of one sample."""
     argv = flags(data, tmp_path, resample_equal_groups=1, ablation_reward="other")
-    assert "--resample_equal_groups 1: not with --ablation_reward other" in complaint_of(
-        capsys, argv
-    )
+    assert "--resample_equal_groups 1: not with --ablation_reward other" in complaint_of(argv)
 
 
-def test_not_where_a_step_takes_all_samples(data, tmp_path, capsys):
+def test_not_where_a_step_takes_all_samples(data, tmp_path):
     samples, few = GraspAnyRegionDataset(data / "train"), tmp_path / "few.txt"
     few.write_text("\n".join(samples.image_id(i) for i in range(4)))
     argv = flags(data, tmp_path / "run", batch_size=4, sample_list=few, resample_equal_groups=1)
-    sentence = complaint_of(capsys, argv)
+    sentence = complaint_of(argv)
     assert "--resample_equal_groups 1: a step takes all 4 samples" in sentence

@@ -43,7 +43,7 @@ def send_before(monkeypatch, number: int, owner, name: str, call: int):
 
 
 def stopped(data, output, monkeypatch, capsys, *how, **changes) -> str:
-    """What a run says that a signal stops, as `send_before` has it."""
+    """Return the last words of a run that a signal stops, as `send_before` has it."""
     with monkeypatch.context() as context:
         send_before(context, *how)
         with pytest.raises(SystemExit) as ended:
@@ -193,7 +193,7 @@ def test_a_worker_leaves_signals_to_the_trainer():
 
 
 def test_a_trainer_that_ends_with_its_loader_in_use_ends_its_workers():
-    """At its exit Python sends them SIGTERM and waits, which once lasted for ever."""
+    """Python sends them SIGTERM at its exit and waits, which once lasted for ever."""
     script = (
         "import threading\nfrom tests.run.test_signals import pid_loader\n"
         "threading.held = iter(pid_loader(num_workers=2))\n"

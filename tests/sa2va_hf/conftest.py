@@ -1,4 +1,4 @@
-"""What the tests against recorded numbers share: the recording, and the model that it is of."""
+"""The recording of the original's numbers, and the model that it is of."""
 
 import functools
 import json
@@ -50,7 +50,7 @@ def rule_weight(key, shape):
 
 
 class Recording:
-    """What the original model computed; tests/reference/README.md says how it was recorded.
+    """Numbers of the original model; tests/reference/README.md says how they were recorded.
 
     Attributes:
         facts: the recorded values that are no tensors.

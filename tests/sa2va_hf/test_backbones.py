@@ -117,7 +117,7 @@ def greedy(model, embeds, mask):
 
 @pytest.mark.parametrize("name", ["e2e_A", "e2e_B_vp"])
 def test_predict_forward(internlm2, recorded, facts, image, name, monkeypatch):
-    """From image, text and regions to masks at the image's size, the recorded answer forced.
+    """Image, text and regions give masks at the image's size, the recorded answer forced.
 
     SAM2 runs in one of the two: at its full size it costs more than all the rest.
     """

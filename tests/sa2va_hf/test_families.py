@@ -1,7 +1,6 @@
-"""From a config.json to the classes of its family, or a sentence."""
+"""A config.json gives the classes of its family, or a sentence."""
 
 import copy
-import json
 import pickle
 import re
 
@@ -11,8 +10,6 @@ import torch
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor
 from sa2va_hf.families import FAMILIES, family_of
 from tests.runs import CHECKPOINT
-
-RAW = json.loads((CHECKPOINT / "config.json").read_text())
 
 
 def test_the_public_names_return_the_family():

@@ -180,7 +180,7 @@ def model():
 
 
 def test_generate_continues_prompts_with_images(model, batch, policy):
-    """As `predict_forward` of the original calls it, for one prompt with a region, and several."""
+    """`predict_forward` of the original calls it, for one prompt with a region, and several."""
     built = policy()
     images = built.encode(batch)
     tiles, grids = normalise_tiles(batch.inputs.tiles[0]), list(batch.inputs.prompt_masks[:2])

@@ -17,7 +17,7 @@ def test_mask_loss_by_hand():
 
 
 def test_mask_loss_resizes_its_targets():
-    """Of images of different size, nearest: the 4 x 4 mask's left half is the 2 x 2 one's."""
+    """Nearest pixels of images of other sizes: the 4 x 4 mask's left half is the 2 x 2 one's."""
     large = torch.zeros(4, 4, dtype=torch.bool)
     large[:, :2] = True
     small = torch.tensor([[True, False], [True, False]])

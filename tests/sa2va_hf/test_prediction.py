@@ -101,7 +101,7 @@ def test_scripts_of_the_original_run(built, scenes, policy):
     ) == model.predict_forward(text="Who?")
 
 
-def test_ids_come_from_the_models_folder_or_by_hand(batch, tmp_path):
+def test_ids_come_from_the_models_folder_or_by_hand(batch):
     ids = torch.tensor([[460, 461]])
     model = Sa2VAModel.from_pretrained(SHIPPED_CHECKPOINT)
     features = model.extract_feature(normalise_tiles(batch.inputs.tiles[0]))
@@ -298,7 +298,7 @@ def test_prompted_frames_are_single_images(built, scenes):
     ],
 )
 def test_an_odd_end_is_the_batched_forms(built, force, batch, monkeypatch, said, ended):
-    """In training too an answer goes on behind a stop text inside a token, but not one split."""
+    """Training, too, goes on behind a stop text inside a token, but not behind one split."""
     ids = built.tokenizer.encode(said, add_special_tokens=False)
     monkeypatch.setattr(built.model, "max_new_tokens", len(ids))
     force(said)

@@ -91,7 +91,7 @@ def test_tracked_video(original, recorded, pyramid):
 
 @pytest.mark.parametrize("x", ["A", "B"])
 def test_predict_forward(original, recorded, image, pyramid, tokenizer, monkeypatch, x):
-    """From image, text and regions to masks at the image's size, the recorded answer forced."""
+    """Image, text and regions give masks at the image's size, the recorded answer forced."""
     forced = iter(recorded[f"e2e_{x}_answer_ids"].tolist())
     seen, raw = {}, pyramid(x, True)  # test_sam_masks compares these features
 

@@ -19,6 +19,7 @@ from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor, checkpoint_keys
 from sa2va_hf.processing_sa2va import normalise_sam_pixels, upsample_masks
 from tests.reference.subsample_qwen import FAMILIES, LARGE, SIZES, expand, levels, rows
 from tests.sa2va_hf.conftest import REFERENCE, Recording, fill_by_rule
+from tests.sa2va_hf.qwen_training import training_example
 
 SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
 
@@ -282,7 +283,7 @@ def test_predict_forward(setting, images, predict, x):
         assert torch.equal(recorded[f"slow_e2e_{x}_mask_{k}_packbits"], bits)
 
 
-def test_predict_forward_of_text_and_of_a_video(setting, images, predict, caplog):
+def test_predict_forward_of_text_and_of_a_video(setting, images, predict):
     """The video was recorded with the other image processor, whose pixels differ a little.
 
     SAM2 sees its first frame twice here.
@@ -306,7 +307,7 @@ def test_predict_forward_of_text_and_of_a_video(setting, images, predict, caplog
     assert result == dict(prediction="[SEG]", prediction_masks=[])
 
 
-def test_mask_prompts_are_ignored_and_said(setting, images, predict, caplog):
+def test_mask_prompts_are_ignored_and_said(images, predict, caplog):
     masks = [np.ones((1, 150, 200), bool)]
     result, _ = predict(
         "I am a toy.<|im_end|>", image=images["A"], text="<image>What?", mask_prompts=masks
@@ -334,7 +335,8 @@ def test_training_encoding(setting, images, name):
             [("Please segment the red box in this image.", "Sure, [SEG].")],
         ),
     }[name]
-    sample = Sa2VAProcessor(setting.config).training_example(frames, turns, setting.tokenizer)
+    processor = Sa2VAProcessor(setting.config)
+    sample = training_example(processor, frames, turns, setting.tokenizer)
     recorded.equal(f"{name}_input_ids", sample["input_ids"])
     recorded.equal(f"{name}_labels", sample["labels"])
     recorded.equal(f"{name}_image_grid_thw", sample["image_grid_thw"])

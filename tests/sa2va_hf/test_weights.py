@@ -121,7 +121,7 @@ def test_weights_that_are_no_floats(folder):
 
 @pytest.mark.parametrize("offsets", [[0, 2**60], [0, 512]])
 def test_a_header_that_lies_about_sizes(folder, offsets):
-    """Of the file's, and of what its shape needs."""
+    """The sizes are the file's, and those that its shape needs."""
     path = folder / "model.safetensors"
     size, data = int.from_bytes(path.read_bytes()[:8], "little"), path.read_bytes()
     header = json.loads(data[8 : 8 + size])

@@ -34,7 +34,7 @@ def likelihood_by_hand(model, rollout, row) -> float:
 
 
 def test_it_asks_the_teacher(policy, batch):
-    """Not the policy: with other weights in the teacher's bank the answers are those weights'."""
+    """Other weights in the teacher's bank give other answers than the policy's."""
     model = policy()
     roles = Roles(model.trainable)
     task = task_of(model, 2, roles, max_new_tokens=64, latent_std=0.5)
@@ -79,7 +79,7 @@ def test_what_is_judged_are_the_sampled_masks(model, batch):
 
 
 def test_regions_of_the_drawn_masks_are_found_once(model, batch, monkeypatch):
-    """For their captions and for the likelihoods."""
+    """They serve the captions and the likelihoods."""
     task = task_of(model, 2, Roles(model.trainable), latent_std=4.0)
     rollout = roll(model, task, batch)
     region_grid, masks = model.processor.region_grid, []

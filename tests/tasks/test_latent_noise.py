@@ -19,7 +19,7 @@ from tests.updates import STEPS, task_of
 
 
 def test_covariance_by_hand():
-    """Of (2, 0) and (0, 0): all variance lies in the first direction, whatever its scale."""
+    """All variance of (2, 0) and (0, 0) lies in the first direction, whatever its scale."""
     two = torch.tensor([[2.0, 0], [0, 0]])
     factor = covariance_factor(two)
     expected = (1 - SHRINKAGE) * torch.diag(torch.tensor([2.0, 0])) + SHRINKAGE * torch.eye(2)
@@ -51,7 +51,7 @@ def test_noise_has_the_embeddings_covariance():
 
 
 def test_calibrated_masks_agree_as_they_should(model, images, batch):
-    """At that sigma, under other noise, the mean IoU with the mask of the mean is .5.
+    """The mean IoU with the mask of the mean is .5 at that sigma, under other noise.
 
     The scenes several times, with noise each time.
     """

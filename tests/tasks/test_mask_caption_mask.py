@@ -23,7 +23,7 @@ def silenced(policy):
 
 @pytest.mark.parametrize("how", ["forced", "sampled"])
 def test_it_asks_the_teacher_as_the_flag_says(policy, batch, how):
-    """With other weights in the teacher's bank the masks are those weights'.
+    """Other weights in the teacher's bank give other masks.
 
     Where nobody says [SEG], only a forced answer finds.
     """

@@ -19,7 +19,6 @@ from rl_train.tasks.point_segmentation import PointSegmentation
 from rl_train.utils.rng import RowRNG
 
 H, W = 12, 16
-HALF = 8  # pixels beside a negative point that the drawn mask loses
 
 
 class Policy:
@@ -157,7 +156,7 @@ def test_without_negative_points_nothing_is_asked_of_the_true_region():
     assert all(prompt == PointPrompt() for _, prompts, _ in nothing.drawn for prompt in prompts)
 
 
-def test_user_rewards_see_what_was_read(monkeypatch):
+def test_user_rewards_see_what_was_read():
     def two_points(completions, answers, prompts, masks, mask_confidence, **kwargs):
         assert len(completions) == len(prompts) == len(masks)
         assert mask_confidence == [sure, sure, 0, sure]  # nothing is read of the third
@@ -414,6 +413,6 @@ def test_the_masks_of_several_boxes_are_matched_one_by_one():
 
 
 def segment_alone(boxes) -> torch.Tensor:
-    """What the fake SAM2 draws of each box."""
+    """The fake SAM2's mask of each box."""
     prompts = [PointPrompt((box,), ((box[0] + 2, box[1] + 2),)) for box in boxes]
     return torch.stack(Policy().point_masks(FEATURES, [0] * len(boxes), prompts, 1)[0])

@@ -152,7 +152,7 @@ def test_grounded_captions_do_not_think(model, batch, images):
 
 
 def test_grounded_captions_are_measured_mask_by_mask(model, batch, images, halves, monkeypatch):
-    """On answers to another question, which the demo's model gives with [SEG]."""
+    """The answers are to another question, which the demo's model gives with [SEG]."""
 
     def asked(policy, images):
         return policy.segment_prompts(images, list(range(4)), batch.captions)

@@ -31,7 +31,7 @@ def folder(tmp_path):
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """What the demo's checkpoint answers, as record_original writes it."""
+    """Answers of the demo's checkpoint, as record_original writes them."""
     file = tmp_path_factory.mktemp("recorded") / "recorded.json"
     loaded = load(CHECKPOINT)
     with pytest.MonkeyPatch.context() as patch:

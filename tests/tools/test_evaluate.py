@@ -176,7 +176,7 @@ def test_measures_that_flags_ask_for(data, base, tmp_path, capsys):
 
 
 def test_two_ranks_share_the_samples(data, base, tmp_path, monkeypatch, capsys):
-    """As under torchrun, one rank after the other: what the second found waits for the first."""
+    """Ranks run one after the other: the results of the second wait for the first."""
     waiting = []
     monkeypatch.setattr(
         evaluation, "gather_objects", lambda mine: waiting.append(mine) or [mine, mine]
@@ -298,9 +298,7 @@ def test_a_damaged_checkpoint_is_named(data, trained, tmp_path, monkeypatch, fil
         assert "\n" not in str(stopped.value)
 
 
-def test_an_output_that_cannot_be_written_is_told_before_measuring(
-    data, base, tmp_path, monkeypatch
-):
+def test_an_output_that_cannot_be_written_is_told_before_measuring(data, tmp_path, monkeypatch):
     found = measured(data, tmp_path)
     evaluate.main(flags(data, output=tmp_path / "new" / "folder" / "out.json"))
     assert json.loads((tmp_path / "new" / "folder" / "out.json").read_text()) == found

@@ -1,4 +1,4 @@
-"""What is planted is what is found, by reading and by the tool; what the contact sheet shows."""
+"""Planted faults are found, by reading and by the tool; the contact sheet shows them."""
 
 import json
 import re

@@ -96,8 +96,8 @@ def test_two_models_about_a_box(picture, tmp_path, capsys):
     assert Image.open(tmp_path / "o.png").size == (2 * width, height)
 
 
-def test_a_model_that_is_asked_about_one_picture(picture, scenes):
-    """What the page asks: captions of a region, what they find, the mask of a phrase, a click."""
+def test_a_model_that_is_asked_about_one_picture(scenes):
+    """The page's queries: captions of a region, their masks, the mask of a phrase, a click."""
     policy = open_policy(CHECKPOINT, None, "policy", "cpu", 24, dtype="float32")
     model = PictureModel("demo", policy, 24)
     model.look(scenes[0]["image"])

@@ -301,7 +301,7 @@ def test_a_wrong_number_is_refused(run, wrong):
     assert f"{wrong[0]} {wrong[1]}: must be an integer at least" in said
 
 
-def test_no_text_is_markup(run, tmp_path):
+def test_no_text_is_markup(run):
     data = data_of(run)
     text = page(data)
     template = rollouts.TEMPLATE.read_text()
@@ -317,7 +317,7 @@ def test_no_text_is_markup(run, tmp_path):
 
 
 def browse(file, *flags) -> str:
-    """What headless Chromium prints."""
+    """Return the output of headless Chromium."""
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,800"]
     command += [f"--user-data-dir={file.parent / 'profile'}", "--virtual-time-budget=3000", *flags]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=file.parent, timeout=120)
@@ -343,7 +343,7 @@ def test_the_browser_shows_hostile_text_as_text(run, tmp_path):
 
 @in_browser
 def test_the_browser_draws_region_and_mask(run, tmp_path):
-    """In a row's picture, 120 pixels wide for 64: region 4..24, mask 40..60; both 12..36 high."""
+    """A row's picture is 120 pixels wide for 64: region 4..24, mask 40..60; 12..36 high."""
     file, picture = tmp_path / "page.html", tmp_path / "page.png"
     rollouts.main(["--run", str(run), "--output", str(file)])
     browse(file, f"--screenshot={picture}", f"{file.as_uri()}#task=loop1&step=1&groups=differ")

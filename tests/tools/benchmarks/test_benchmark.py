@@ -20,7 +20,7 @@ PHASES = {phase for phase in step.PHASES if not phase.startswith("old")}
 
 
 def figures(tmp_path, command):
-    """What the command writes."""
+    """Return the file that the command writes."""
     __main__.main(f"{command} --flags {FLAGS}".split() if STEP in command else command.split())
     return json.loads((tmp_path / "figures.json").read_text())
 
@@ -129,7 +129,7 @@ def test_a_comparison_with_trl_is_short_by_default():
 
 
 def test_profile(tmp_path, output, capsys):
-    """On a CPU operators stand for kernels.
+    """Operators stand for kernels on a CPU.
 
     Every phase has its own, and no more of them than it took under the profiler.
     """

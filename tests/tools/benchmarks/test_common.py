@@ -1,4 +1,4 @@
-"""When a benchmark's warm-up ends, and what it counts behind it."""
+"""The end of a benchmark's warm-up, and the counts behind it."""
 
 import pytest
 
@@ -78,7 +78,7 @@ def test_a_step_is_timed_behind_its_warm_up():
 
 
 def test_share_of_waiting_by_hand():
-    """Before the update; steps are as long as their slowest rank."""
+    """Ranks wait before the update; steps are as long as their slowest rank."""
     steps = [
         (dict(encode=1.0, teacher1=2.0, update=5.0), dict(encode=2.0, teacher1=3.0, update=3.0)),
         (dict(encode=3.0, teacher1=3.0, update=6.0), dict(encode=1.0, teacher1=1.0, update=9.0)),

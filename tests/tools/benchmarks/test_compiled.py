@@ -1,4 +1,4 @@
-"""What the kernels are held against computes the same: a decode step's compiled functions."""
+"""A decode step's compiled functions, yardstick of the kernels, compute the same."""
 
 import pytest
 import torch

@@ -62,7 +62,7 @@ def test_lengths_of_a_rank_are_the_same_in_each_step():
 
 @pytest.mark.parametrize("greedy", [False, True])
 def test_rows_draw_their_end_there_and_nowhere_else(greedy):
-    """Of tokens alike; those that are cut have none."""
+    """All tokens are alike; answers that are cut have no end."""
     lengths, num_rows, most = Lengths((5.0, 4.0)), 64, 8
     ends = lengths.of(num_rows, most)
     given = torch.zeros(num_rows, most, dtype=torch.float64)  # each would draw END
@@ -124,7 +124,7 @@ def test_a_step_of_real_shapes(real):
 
 
 def test_floor_counts_the_real_lengths(real):
-    """By hand, of loop 1's answers."""
+    """Loop 1's answers, by hand."""
     model = roofline.LanguageModel(real.policy.model.language_model)
     lengths, tokens = real.policy.lengths.of(6, T), sum(real.policy.lengths.of(6, T))
     pairs = 2 * L**2 / 2 + sum(n * (L + n / 2) for n in lengths)

@@ -86,7 +86,7 @@ def test_a_prompt_that_is_too_short_is_refused(tiny):
 
 
 def test_the_step_is_the_trainings():
-    """To the last bit: it computes what `train` does."""
+    """It computes what `train` does, to the last bit."""
     mine, theirs = workload.build(OPTIONS), workload.build(OPTIONS)
     mine.step()
     state = theirs.state
@@ -103,7 +103,7 @@ def test_the_step_is_the_trainings():
 
 
 def test_trl_computes_the_same(full):
-    """In float32, on the same weights: log-probs and greedy answers are the project's."""
+    """Log-probs and greedy answers are the project's, in float32 on the same weights."""
     ours, theirs = workload.build(OPTIONS), full.policy
     ours.policy.model.float()
     kept = {name: weight.clone() for name, weight in theirs.model.state_dict().items()}
@@ -170,7 +170,7 @@ def test_floor_by_hand(tiny):
 
 
 def test_memory_counts_the_sets_that_there_are(tiny):
-    """Of what trains: itself, Adam's two states and the reference; there is no teacher."""
+    """Trainables have themselves, Adam's two states and the reference; there is no teacher."""
     policy = tiny.policy
     named = policy.model.named_parameters()
     frozen = sum(p.numel() for name, p in named if name not in policy.trainable)

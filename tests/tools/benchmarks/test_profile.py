@@ -1,4 +1,4 @@
-"""How `tools.benchmarks.__main__ profile` reads a trace: phases by marks, kernels by class."""
+"""`tools.benchmarks.__main__ profile` reads a trace: phases by marks, kernels by class."""
 
 import pytest
 

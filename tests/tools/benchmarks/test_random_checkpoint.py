@@ -67,7 +67,7 @@ def test_small_one_loads(tmp_path, monkeypatch):
     ],
 )
 def test_weights_of_the_published_sizes(sizes, weights):
-    """As many as the recorded manifests have."""
+    """They are as many as the recorded manifests have."""
     with torch.device("meta"), no_init_weights():
         shapes = original_shapes(Sa2VAModel(Sa2VAConfig(**CONFIGS[sizes])).state_dict())
     assert sum(map(math.prod, shapes.values())) == weights

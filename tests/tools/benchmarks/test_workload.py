@@ -69,7 +69,7 @@ def test_an_answer_has_one_seg_even_if_another_is_sampled(full, monkeypatch):
 
 
 def test_the_step_is_the_trainings():
-    """To the last bit, with the masks that were drawn: it computes what `train` does."""
+    """It computes what `train` does, to the last bit, with the masks that were drawn."""
     mine, theirs = workload.build(OPTIONS), workload.build(OPTIONS)
     mine.masks = None
     mine.step()
@@ -88,7 +88,7 @@ def test_the_step_is_the_trainings():
     assert not differing
 
 
-def test_trl_scores_the_same_tokens_alike(tiny, full):
+def test_trl_scores_the_same_tokens_alike(full):
     """Its log-probs and [SEG] embeddings are the project's, to bf16, on the same weights."""
     ours, theirs = workload.build(OPTIONS), full.policy
     ours.policy.model.load_state_dict(theirs.model.state_dict())

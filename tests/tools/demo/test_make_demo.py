@@ -57,7 +57,7 @@ def batch_of(policy, data, number):
 
 
 def test_a_demo_interrupted_while_scenes_are_drawn_is_drawn_anew(tmp_path, monkeypatch, capsys):
-    """What takes long is said before it begins."""
+    """Long work is announced before it begins."""
     words = ["--output_dir", str(tmp_path), "--train_scenes", "3", "--heldout_scenes", "1"]
 
     def interrupted(*args, **options):
@@ -188,7 +188,7 @@ def test_captions_with_mistakes(data):
 
 
 def test_masks_are_made_the_objects_that_they_are_most_of(data):
-    """By SAM2's hypernetworks alone; what they are to be does not follow what they become."""
+    """SAM2's hypernetworks alone train; targets do not follow what the masks become."""
     policy = policy_of("hypernetworks")
     assert len(policy.trainable) == 18 and policy.peft is None
     roles = Roles(policy.trainable, ("reference",))
@@ -328,7 +328,7 @@ def test_parts_are_done_again_from_what_was_left_by_the_one_before(tmp_path, mon
 
 
 def test_the_parts_are_command_lines_that_exist(tmp_path, monkeypatch):
-    """What `make_demo` hands to supervised training is parsed, and each part begins at random."""
+    """Supervised training parses the words of `make_demo`; each part begins at random."""
     lines = []
     monkeypatch.setattr(make_demo, "run_training", lambda argv, program, loop: lines.append(argv))
     args = SimpleNamespace(workers=0, seed=0)

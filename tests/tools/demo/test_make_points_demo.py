@@ -76,7 +76,7 @@ def test_a_phrase_names_one_member_and_its_clump_alone_is_beside_it():
 
 
 def test_answers_of_the_warm_start_point_at_the_member_and_help_as_often_as_said(pointing, scenes):
-    """Of 600 about each member of a scene; what is said can be read."""
+    """600 answers about each member of a scene can be read."""
     rng, kinds = np.random.default_rng(0), Counter()
     scene = scenes[0]
     for k in range(len(scene.members)):
@@ -117,7 +117,7 @@ def test_the_loss_of_a_clump_by_hand():
 
 @torch.no_grad()
 def test_the_quick_forward_is_transformers_own(pointing):
-    """Of all images at once, rows padded on the right; tokens by pieces are the whole's."""
+    """All images at once, rows padded on the right; tokens by pieces are the whole's."""
     said = form(True).format(PointPrompt((), ((12, 34),), ((45, 67),)))
     assert pointing.ids(said) == pointing.tokenizer.encode(said, add_special_tokens=False)
     rows = [pointing.prompt("the red circle", True) + pointing.ids(said)]

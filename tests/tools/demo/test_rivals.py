@@ -43,7 +43,7 @@ def test_a_gain_above_all_cheap_causes_is_no_proof_on_a_base_with_injected_mista
 
 
 def test_a_finished_run_of_the_loops_is_compared(data, tmp_path, monkeypatch, capsys):
-    """On the run's own held-out regions, in the order of its evaluations."""
+    """The regions are the run's own held-out ones, in the order of its evaluations."""
     monkeypatch.setattr(rivals, "NUM_REGIONS", 4)
     monkeypatch.setattr(rivals, "G", 2)
     monkeypatch.setattr(rivals, "VARIANTS", ("threshold of the mask",))

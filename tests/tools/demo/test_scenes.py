@@ -119,7 +119,7 @@ def test_captions_are_of_one_kind_and_length(scenes):
 
 @pytest.fixture(scope="module")
 def mid_scenes():
-    """By two processes, as by this one."""
+    """Scenes that two processes draw."""
     return list(in_order(partial(make_scene, 7, 1, kind=MID), 8, workers=2))
 
 

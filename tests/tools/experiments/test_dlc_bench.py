@@ -286,7 +286,7 @@ def test_missing_files_are_refused(folder, monkeypatch):
 
 
 def test_captions_are_those_of_the_model(folder):
-    """By annotation id, in the file that the verb judge reads."""
+    """They stand by annotation id in the file that the verb judge reads."""
     out = folder.parent / "said.json"
     flags = f"--model_path {CHECKPOINT} --max_completion_length 8 --num_workers 0 --dtype float32"
     argv = ["caption", "--data_dir", str(folder), "--captions", str(out), *flags.split()]

@@ -78,7 +78,7 @@ def test_a_table_takes_nothing_where_mistakes_follow_no_rule():
 
 
 def test_one_word_per_set_is_the_best_one_or_none():
-    """Of four regions three are pink, whatever is said; no other set gains by a constant."""
+    """Three of four regions are pink, whatever is said; no other set gains by a constant."""
     captions = ["a red cat", "a pink cat", "a red dog", "a red dog"]
     true = ["a pink cat", "a pink cat", "a pink dog", "a red dog"]
     search = TableSearch(captions, lambda queries: [text == true[row] for row, text in queries])

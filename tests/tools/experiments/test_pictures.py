@@ -437,7 +437,7 @@ def test_pictures_that_are_nearly_the_same_are_counted():
     assert num_near(np.stack([perceptual_hash(brighter)]), hashes) == 1
 
 
-def test_the_words_of_what_is_never_named_occur_elsewhere(source):
+def test_the_words_of_what_is_never_named_occur_elsewhere():
     labels = [f"{tone} {shape}" for tone in TONES for shape in SHAPES] + ["key"]
     concepts = [Concept(label, pictures={"own": [""]}) for label in labels]
     unnamed = unnamed_concepts(concepts)

@@ -1,4 +1,4 @@
-"""What a threshold or a scale gains without training: chosen on some regions, applied to others."""
+"""Gains of a threshold or a scale without training, chosen on other regions."""
 
 import json
 
@@ -36,7 +36,7 @@ def test_several_masks_of_an_answer_are_one(model, batch, images):
 
 
 def test_chosen_on_training_regions_alone(monkeypatch):
-    """By hand; ties go to what is nearest to doing nothing."""
+    """Ties go to what is nearest to doing nothing."""
     monkeypatch.setitem(GRIDS, "scale", ([0.5, 1.0, 2.0, 4.0], 1.0))
     train = torch.tensor([[0.0, 0.2, 0.6, 0.4], [0.4, 0.2, 0.0, 0.2]]).double()
     heldout = torch.tensor([[0.9, 0.5, 0.4, 0.1]] * 3).double()

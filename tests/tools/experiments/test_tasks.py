@@ -126,7 +126,7 @@ def finished(runs, name, arm, rate, seed, before, after, steps=2):
 
 
 def test_one_half_of_the_regions_chooses_the_rate_and_the_other_is_reported(tmp_path):
-    """Of two seeds the mean counts; a seed of which a rate is missing is left out."""
+    """The mean of two seeds counts; a seed of which a rate is missing is left out."""
     runs, comparison = runs_of(tmp_path), COMPARISONS["captioning"]
     before = [0.1, 0.2, 0.1, 0.2]
     best = {"1e-4": 0.2, "3e-4": 0.6, "1e-3": 0.4}  # of regions 0 and 2
