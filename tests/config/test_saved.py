@@ -144,7 +144,7 @@ def test_old_flags_without_effect_are_passed_over(written, base):
 
 
 def test_a_run_by_the_config_of_another(data, tmp_path, capsys):
-    """By its folder; it ends with the same numbers, and its log says where flags are from."""
+    """The folder is given; the numbers are the same, and the log says where flags are from."""
     first = run_unmeasured(data, tmp_path / "a", seed=7, max_steps=1)
     train.main(["--config", str(first), "--output_dir", str(tmp_path / "b")])
     configs = [read_json(tmp_path / name / "config.json") for name in "ab"]
