@@ -119,22 +119,22 @@ def test_a_faulty_file_is_a_sentence_with_file_and_flag(
     written, base, capsys, name, text, sentence
 ):
     file = written(name, text)
-    said = complaint_of(capsys, [*base, "--config", file])
+    said = complaint_of([*base, "--config", file])
     assert said.startswith("rl_train: --") and sentence in said and file in said
     assert said.count("\n") == 0
 
 
-def test_a_file_that_is_not_there(base, capsys, tmp_path):
-    said = complaint_of(capsys, [*base, "--config", str(tmp_path)])
+def test_a_file_that_is_not_there(base, tmp_path):
+    said = complaint_of([*base, "--config", str(tmp_path)])
     assert said == f"rl_train: --config {tmp_path}/config.json: No such file or directory"
 
 
-def test_a_folder_that_has_moved_is_said_to_be_of_the_file(written, base, capsys):
+def test_a_folder_that_has_moved_is_said_to_be_of_the_file(written, base):
     file = written("a.yaml", "seed: 1\ndata_dir: /gone")
     words = [
         word for word in base if word not in ("--data_dir", base[base.index("--data_dir") + 1])
     ]
-    said = complaint_of(capsys, [*words, "--config", file])
+    said = complaint_of([*words, "--config", file])
     assert said == f"rl_train: --data_dir /gone: no such folder (--data_dir is of --config {file})"
 
 
@@ -143,7 +143,7 @@ def test_old_flags_without_effect_are_passed_over(written, base):
     assert cli.parse([*base, "--config", file]).run.seed == 3
 
 
-def test_a_run_by_the_config_of_another(data, tmp_path, capsys):
+def test_a_run_by_the_config_of_another(data, tmp_path):
     """The folder is given; the numbers are the same, and the log says where flags are from."""
     first = run_unmeasured(data, tmp_path / "a", seed=7, max_steps=1)
     train.main(["--config", str(first), "--output_dir", str(tmp_path / "b")])
