@@ -115,9 +115,7 @@ def test_flags_of_tasks_that_the_command_line_leaves_out(written, base):
         ("a.yaml", "a: [", "neither JSON (*.json) nor YAML: while parsing"),
     ],
 )
-def test_a_faulty_file_is_a_sentence_with_file_and_flag(
-    written, base, capsys, name, text, sentence
-):
+def test_a_faulty_file_is_a_sentence_with_file_and_flag(written, base, name, text, sentence):
     file = written(name, text)
     said = complaint_of([*base, "--config", file])
     assert said.startswith("rl_train: --") and sentence in said and file in said
