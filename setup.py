@@ -41,6 +41,7 @@ setup(
         "judge": ["openai"],
         "wandb": ["wandb"],
         "app": ["gradio"],
+        "quantize": ["bitsandbytes>=0.46"],
         "eval": ["inflect"],
     },
 )

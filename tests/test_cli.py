@@ -193,7 +193,7 @@ def test_judge_that_is_down(complaint, tmp_path, wanted):
 
 
 def test_unknown_judge_mode(complaint):
-    assert "--llm_judge_mode" in complaint(llm_judge_mode="stars")
+    assert "--use_llm_judge" in complaint(use_llm_judge="stars")
 
 
 def test_reward_of_the_users_own(complaint):

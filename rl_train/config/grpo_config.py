@@ -66,6 +66,14 @@ class PolicyConfig:
         choices=["float32", "bfloat16"],
         aliases=("torch_dtype",),
     )
+    quantize_base: str | None = flag(
+        None,
+        "keep the LLM's linears in 4 (NF4) or 8 (int8) bits, as in QLoRA: a quarter or half of "
+        "their bfloat16 memory, slower sampling. They are dequantised to --dtype at each use; "
+        "exports and tools.evaluate read the base unquantised. Needs the extra `quantize`",
+        default_is="all weights in --dtype",
+        choices=["4bit", "8bit"],
+    )
     max_tiles: int = flag(
         1,
         "largest number of tiles into which an image is cut, up to 12; with 1 the model sees the "
@@ -261,10 +269,15 @@ class RolloutConfig:
 class RewardConfig:
     """rewards: what an answer is worth"""
 
-    use_llm_judge: bool = flag(
-        False,
+    use_llm_judge: str | None = flag(
+        None,
         "let an LLM judge captions; loop 1's reward then gains 0.25 METEOR + 0.75 judge, "
-        "loop 2's only by --reward_weights",
+        "loop 2's only by --reward_weights. It is asked for a rating (score), a verdict A to E "
+        "(mcq) or answers to questions about the caption (qa)",
+        default_is="no judge; without a value, and for --reward_weights alone, score",
+        nargs="?",
+        const="score",
+        choices=tuple(MODES),
     )
     llm_judge_base_url: str = flag(
         "http://localhost:9100/v1",
@@ -280,12 +293,6 @@ class RewardConfig:
         "name of the judge's model at that server",
         aliases=("llm_model",),
         metavar="NAME",
-    )
-    llm_judge_mode: str = flag(
-        "score",
-        "what the judge is asked for. score: a rating; mcq: a verdict A to E; qa: answers to "
-        "questions about the caption",
-        choices=tuple(MODES),
     )
     ablation_reward: str = flag(
         "none",

@@ -241,8 +241,9 @@ def unsupported(language_model: nn.Module) -> str | None:
         return "lm_head or embed_tokens is not plain"
     groups = [[_modules(layer, names) for names in family.linears] for layer in model.layers]
     linears = [module for layer in groups for group in layer for module in group]
-    if any(type(_base(module)) is not nn.Linear for module in linears):
-        return "it has linears of another kind"
+    others = {type(base).__name__ for base in map(_base, linears) if type(base) is not nn.Linear}
+    if others:
+        return f"it has linears of another kind: {', '.join(sorted(others))}"
     # The decode step adds a bias to q, k and v alone.
     others = [module for layer in groups for group in layer[1:] for module in group]
     if any(_base(module).bias is not None for module in others):

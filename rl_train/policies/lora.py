@@ -10,6 +10,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
+from rl_train.policies.quantize import QuantizedLinear
+
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -76,4 +78,9 @@ def parameter_counts(model: nn.Module, groups: dict[str, str]) -> Counter[str]:
     counts = Counter()
     for name, parameter in model.named_parameters():
         counts[groups.get(name, f"{name.split('.')[0]} (frozen)")] += parameter.numel()
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):  # its tensors hold several weights a number
+            stored = module.weight.numel() + module.scale.numel()
+            weights = module.out_features * module.in_features
+            counts[f"{name.split('.')[0]} (frozen)"] += weights - stored
     return counts

@@ -20,6 +20,7 @@ from rl_train.points.parser import STYLE_SCALES, AnswerFormat, PointPrompt
 from rl_train.points.prompts import point_question
 from rl_train.policies import lora, sam2_prompting
 from rl_train.policies.base import SAM2_CITATION, ModelSpec, Policy
+from rl_train.policies.quantize import quantize_linears
 from rl_train.policies.qwen_vl_inputs import QUESTION_TOKENS, QwenPreprocessor
 from rl_train.policies.qwen_vl_model import (
     VERSIONS,
@@ -295,7 +296,10 @@ def build_policy(
     """
     path, dtype = config.model_path, getattr(torch, config.dtype)
     preprocessing = image_preprocessing(path, config)
-    model = PointModel(load_qwen(path, dtype), load_sam(config.sam_path, dtype)).to(device)
+    model = PointModel(load_qwen(path, dtype), load_sam(config.sam_path, dtype))
+    if config.quantize_base:
+        quantize_linears(text_model(model.vlm).model.layers, config.quantize_base, device)
+    model.to(device)
     policy = QwenVLPolicy(model, load_tokenizer(path), preprocessing, config)
     if policy.preprocessor(max_new_tokens).max_phrase_tokens < 1:
         raise ValueError(

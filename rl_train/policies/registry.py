@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from rl_train.config.grpo_config import PolicyConfig
+from rl_train.policies import quantize
 from rl_train.policies.base import Policy
 from rl_train.policies.qwen_vl import QWEN_VL
 from rl_train.policies.sa2va import SA2VA
@@ -53,6 +54,8 @@ def check_model(config: PolicyConfig, tasks: dict[str, str]):
                 f"{config.model_path} is of {family.name}"
             )
     family.check(config)
+    if config.quantize_base:
+        quantize.require_library(config.quantize_base)
 
 
 def build_policy(

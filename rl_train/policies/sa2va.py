@@ -19,6 +19,7 @@ from rl_train.engine import Completions, Engine, ScoreOutput, StopText
 from rl_train.engine.packing import input_mask
 from rl_train.policies import lora
 from rl_train.policies.base import SAM2_CITATION, ModelSpec, Policy
+from rl_train.policies.quantize import quantize_linears
 from rl_train.policies.sa2va_inputs import Sa2VAPreprocessor
 from rl_train.rollout import Batch, Rollout
 from rl_train.utils.io import read_json
@@ -466,10 +467,22 @@ def build_policy(
     Raises:
         ValueError: the longest prompt leaves no room for an answer.
     """
-    dtype = getattr(torch, config.dtype)
+    dtype, quantized = getattr(torch, config.dtype), config.quantize_base
+    if quantized and "language_model" in (groups := list(groups)):
+        raise ValueError(
+            f"--trainable_modules language_model: its weights cannot train in "
+            f"--quantize_base {quantized}; train lora, or leave --quantize_base out"
+        )
     model = Sa2VAModel.from_pretrained(
-        config.model_path, dtype=dtype, device=device, seg_state=config.seg_state
+        config.model_path,
+        dtype=dtype,
+        # A base that is quantised never lies on the device as a whole.
+        device="cpu" if quantized else device,
+        seg_state=config.seg_state,
     )
+    if quantized:
+        quantize_linears(model.language_model.model.layers, quantized, device)
+        model.to(device)
     tiles = {} if isinstance(model, QwenVLModel) else dict(max_tiles=config.max_tiles)
     processor = Sa2VAProcessor(model.config, **tiles)
     policy = Sa2VAPolicy(model, processor, load_tokenizer(config.model_path), config, groups)

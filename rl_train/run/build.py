@@ -109,9 +109,10 @@ def build(
     """Build a run of fresh weights at step 0. Raises ValueError, naming the flag that is wrong."""
     max_tokens = config.rollout.max_completion_length
     family = family_of(config.policy.model_path)
+    quantized = config.policy.quantize_base
     print0(
         f"model: family {family}, {config.policy.model_path}, frozen weights in "
-        f"{config.policy.dtype}"
+        f"{config.policy.dtype}" + (f", the LLM's linears in {quantized}" if quantized else "")
     )
     # Of the fresh LoRA's weights; rollouts have random numbers of their own.
     torch.manual_seed(config.run.seed)
@@ -137,7 +138,7 @@ def build(
         rewards.user_rewards,
         data.has_masks,
         data.names_nothing,
-        config.reward.use_llm_judge,
+        config.reward.use_llm_judge is not None,
         frequencies_of(data.train_set) if config.reward.gives_weight("cider") else None,
     )
     tasks = [config.task_classes[name](options, context) for name, options in config.tasks.items()]
@@ -212,9 +213,8 @@ def build_judge(config: RewardConfig, seed: int) -> LLMJudge | None:
     """Connect to the LLM judge, if one is used. Raises ValueError if it does not answer."""
     if not (config.use_llm_judge or config.gives_weight("judge")):
         return None
-    judge = LLMJudge(
-        config.llm_judge_base_url, config.llm_judge_model, config.llm_judge_mode, seed=seed
-    )
+    mode = config.use_llm_judge or "score"
+    judge = LLMJudge(config.llm_judge_base_url, config.llm_judge_model, mode, seed=seed)
     if fault := judge.fault():
         raise ValueError(fault)
     return judge

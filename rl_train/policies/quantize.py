@@ -1,0 +1,112 @@
+"""Linears whose frozen weights are kept in 4 or 8 bits, as in QLoRA, by bitsandbytes.
+
+A weight is dequantised at each use and again in the backward, so sampling, scoring and the gradient
+read the same numbers. bitsandbytes' own 8-bit linear rounds its inputs to int8 too, and its 4-bit
+linear has no gradient on some CPUs once it has run without one.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+BLOCK = 64  # weights of NF4 that share a scale
+CHOICES = ("4bit", "8bit")
+
+
+class QuantizedLinear(nn.Linear):
+    """A frozen linear that keeps its weight in NF4 or int8.
+
+    Args:
+        linear: its weight's dtype is that of the product; its bias is kept as it is.
+        choice: one of CHOICES; device: where to quantise, and to stay.
+
+    Attributes:
+        weight: (out * in / 2, 1) uint8 of two NF4 values each, or (out, in) int8.
+        scale: float32, of each block of BLOCK weights or of each row.
+    """
+
+    def __init__(self, linear: nn.Linear, choice: str, device: torch.device | str):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.choice, self.dtype = choice, linear.weight.dtype
+        quantize = _to_nf4 if choice == "4bit" else _to_int8
+        weight, scale = quantize(linear.weight.detach().to(device))
+        # Parameters, so that they move with the model and count in its memory.
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.scale = nn.Parameter(scale, requires_grad=False)
+        self.bias = linear.bias
+
+    def dequantize(self) -> torch.Tensor:
+        """Return the weight (out, in) as the product reads it."""
+        if self.choice == "4bit":
+            shape = torch.Size((self.out_features, self.in_features))
+            return _from_nf4(self.weight, self.scale, shape, self.dtype)
+        return _from_int8(self.weight, self.scale, self.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Under autocast a norm's output may be float32, which an nn.Linear would round alike.
+        return _Product.apply(x.to(self.dtype), self)
+
+
+class _Product(torch.autograd.Function):
+    """Product with a dequantised weight, which is not saved for the backward but made again."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: torch.Tensor, linear: QuantizedLinear) -> torch.Tensor:
+        ctx.linear = linear
+        return F.linear(x, linear.dequantize(), linear.bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, d: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return d @ ctx.linear.dequantize(), None
+
+
+def quantize_linears(module: nn.Module, choice: str, device: torch.device | str):
+    """Replace every linear below `module` by a quantised one on `device`, one at a time."""
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, QuantizedLinear(child, choice, device))
+
+
+def require_library(choice: str):
+    """Raise ValueError, naming the flag and the remedy, if bitsandbytes cannot be imported."""
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            f"--quantize_base {choice} needs the bitsandbytes library: "
+            "pip install -e '.[quantize]' (the extra `quantize`)"
+        ) from error
+
+
+# bitsandbytes is imported where it is used, as it is an extra.
+
+
+def _to_nf4(weight):
+    from bitsandbytes.functional import quantize_4bit
+
+    packed, state = quantize_4bit(weight, blocksize=BLOCK, quant_type="nf4")
+    return packed, state.absmax
+
+
+def _from_nf4(packed, scale, shape, dtype):
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+
+    state = QuantState(scale, shape=shape, dtype=dtype, blocksize=BLOCK, quant_type="nf4")
+    return dequantize_4bit(packed, state)
+
+
+def _to_int8(weight):
+    from bitsandbytes.functional import int8_vectorwise_quant
+
+    packed, scale, _ = int8_vectorwise_quant(weight.half())  # it takes float16 alone
+    return packed, scale
+
+
+def _from_int8(packed, scale, dtype):
+    from bitsandbytes.functional import int8_vectorwise_dequant
+
+    return int8_vectorwise_dequant(packed, scale).to(dtype)
