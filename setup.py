@@ -41,7 +41,7 @@ setup(
         "judge": ["openai"],
         "wandb": ["wandb"],
         "app": ["gradio"],
-        "quantize": ["bitsandbytes>=0.46"],
+        "quantize": ["bitsandbytes>=0.50"],
         "eval": ["inflect"],
     },
 )

@@ -18,7 +18,7 @@ from tests.policies.tiny_points import tiny_policy
 from tests.runs import CHECKPOINT, complaint_of, flags, run, unmeasured
 
 one_core = pytest.fixture(autouse=True)(unmeasured)
-ERROR = {"4bit": 0.1, "8bit": 0.006}  # relative, of normally distributed weights
+ERROR = {"4bit": 0.1, "8bit": 0.012}  # relative, of normally distributed weights
 BYTES = {"4bit": 0.5 + 4 / 64, "8bit": 1}  # of a weight, without the rows' scales
 
 
