@@ -1,8 +1,8 @@
 """Linears whose frozen weights are kept in 4 or 8 bits, as in QLoRA, by bitsandbytes.
 
 A weight is dequantised at each use and again in the backward, so sampling, scoring and the gradient
-read the same numbers. bitsandbytes' own 8-bit linear rounds its inputs to int8 too, and its 4-bit
-linear has no gradient on some CPUs once it has run without one.
+read the same numbers. bitsandbytes' own linears do not: its 8-bit one rounds inputs to int8 too,
+its 4-bit one uses another kernel where no gradient is asked.
 """
 
 import torch
