@@ -196,6 +196,14 @@ def test_unknown_judge_mode(complaint):
     assert "--use_llm_judge" in complaint(use_llm_judge="stars")
 
 
+def test_the_judges_mode_is_the_value_of_its_flag(data, tmp_path):
+    def mode(*words):
+        return cli.parse([*flags(data, tmp_path / "run"), *words]).reward.use_llm_judge
+
+    assert mode() is None and mode("--use_llm_judge") == "score"
+    assert mode("--use_llm_judge", "qa") == "qa"
+
+
 def test_reward_of_the_users_own(complaint):
     assert "--reward no_such_module:f" in complaint(reward="no_such_module:f")
     assert "--reward math:sqrt=x" in complaint(reward="math:sqrt=x")

@@ -27,6 +27,7 @@ REMOVED = {
         False,
         "give weights such as --reward_weights loop2.meteor=0.25 loop2.judge=0.75",
     ),
+    "llm_judge_mode": ("score", "give its value to --use_llm_judge, as in --use_llm_judge mcq"),
     "entropy_coef": (0.0, "a larger --kl_coef or --temperature keeps answers varied"),
 }
 
