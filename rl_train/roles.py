@@ -6,6 +6,8 @@ from collections.abc import Iterable
 import torch
 
 COPIES = ("teacher", "reference")
+# Fraction of a run's updates after which half of a change of the policy has reached the teacher
+TEACHER_HALF_LIFE = 0.1
 
 
 def ema_decay_at(update: int, half_life_updates: float) -> float:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_train.config.grpo_config import OptimConfig
-from rl_train.roles import Roles, ema_decay_at
+from rl_train.roles import TEACHER_HALF_LIFE, Roles, ema_decay_at
 from rl_train.run.lr_schedule import cosine_schedule
 from rl_train.utils.rng import RowRNG
 from sa2va_hf import Sa2VAModel
@@ -123,7 +123,7 @@ def test_the_teacher_ends_near_the_policy_however_long_the_run(num_updates):
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     schedule = cosine_schedule(optimizer, num_updates, OptimConfig().warmup_ratio)
-    half_life = OptimConfig().ema_half_life * num_updates
+    half_life = TEACHER_HALF_LIFE * num_updates
     policy = teacher = 0.0
     for t in range(num_updates):
         policy += schedule.get_last_lr()[0]

@@ -382,7 +382,7 @@ def test_its_flags_are_those_of_supervised_training():
     for kind in SFT_CONFIG_CLASSES.values():
         names |= set(kind.__dataclass_fields__)
     assert {"trainable_modules", "learning_rate", "lora_r"} <= names
-    assert not {"num_generations", "kl_coef", "ema_half_life", "ablation_reward"} & names
+    assert not {"num_generations", "kl_coef", "ema_decay", "ablation_reward"} & names
     known = "known: region_captions, referring_segmentation, grounded_captions, point_answers"
     with pytest.raises(SystemExit, match=known):
         cli.parse(["--tasks", "mask_caption_mask"], sft.SFT)

@@ -46,7 +46,7 @@ LOOPS_OTHERWISE = (
     f"{SMALL} --max_completion_length 16 --micro_batch_size 8 --batch_size 2 --num_generations 4 "
     "--learning_rate 1e-4 --loss_type gspo --num_iterations 2 --gradient_accumulation_steps 2 "
     "--scale_rewards batch --scale_components --mask_truncated_completions "
-    "--ema_half_life 0.2 --mask_loss_coef 0.1 --eval_samples 8 --eval_steps 1 --distractors "
+    "--mask_loss_coef 0.1 --eval_samples 8 --eval_steps 1 --distractors "
     f"{HALF_LIKELIHOOD} --merge_at_end none"
 )
 POINTS = (

@@ -25,7 +25,6 @@ def flag(
     default_is: str | None = None,
     family: str | None = None,
     aliases: tuple[str, ...] = (),
-    only_one_of: str | None = None,
     needs: str | None = None,
     free_on_resume: bool = False,
     may_differ_by_rank: bool = False,
@@ -40,7 +39,6 @@ def flag(
         default_is: what an absent flag means, in words, where the default is None or empty.
         family: the only family of models whose runs have the flag; see `policies.registry`.
         aliases: names that other projects give to a flag of the same meaning (without dashes).
-        only_one_of: group of flags of which a command line may give one.
         needs: flag without which this one has no effect, so that it is refused.
         free_on_resume: a resumed run may have another value.
         may_differ_by_rank: each rank may have its own value, since machines need not share a disk.
@@ -54,7 +52,6 @@ def flag(
         default_is=default_is,
         family=family,
         aliases=aliases,
-        only_one_of=only_one_of,
         needs=needs,
         free_on_resume=free_on_resume,
         may_differ_by_rank=may_differ_by_rank,
@@ -148,16 +145,13 @@ def add_flags(
         if not has_flag(field, families) or any(field is other for other in parser.fields):
             continue
         parser.fields.append(field)
-        family, only_one_of = field.metadata["family"], field.metadata["only_one_of"]
+        family = field.metadata["family"]
         if family not in groups:
             groups[family] = parser.group(f"{FAMILY_TITLES.get(family, family)} only")
-        group = groups[family]
-        if only_one_of:
-            if only_one_of not in groups:
-                groups[only_one_of] = group.add_mutually_exclusive_group()
-            group = groups[only_one_of]
         names = [flag_name(field), *field.metadata["aliases"]]  # the first is where its value goes
-        action = group.add_argument(*[f"--{name}" for name in names], **_argparse_options(field))
+        action = groups[family].add_argument(
+            *[f"--{name}" for name in names], **_argparse_options(field)
+        )
         action.help = help_text(
             field
         )  # without the default that Python below 3.13 adds to a bool's

@@ -269,15 +269,10 @@ class RolloutConfig:
 class RewardConfig:
     """rewards: what an answer is worth"""
 
-    use_llm_judge: str | None = flag(
-        None,
+    use_llm_judge: bool = flag(
+        False,
         "let an LLM judge captions; loop 1's reward then gains 0.25 METEOR + 0.75 judge, "
-        "loop 2's only by --reward_weights. It is asked for a rating (score), a verdict A to E "
-        "(mcq) or answers to questions about the caption (qa)",
-        default_is="no judge; without a value, and for --reward_weights alone, score",
-        nargs="?",
-        const="score",
-        choices=tuple(MODES),
+        "loop 2's only by --reward_weights",
     )
     llm_judge_base_url: str = flag(
         "http://localhost:9100/v1",
@@ -293,6 +288,12 @@ class RewardConfig:
         "name of the judge's model at that server",
         aliases=("llm_model",),
         metavar="NAME",
+    )
+    llm_judge_mode: str = flag(
+        "score",
+        "what the judge is asked for. score: a rating; mcq: a verdict A to E; qa: answers to "
+        "questions about the caption",
+        choices=tuple(MODES),
     )
     ablation_reward: str = flag(
         "none",
@@ -470,19 +471,11 @@ class OptimConfig(UpdatesConfig):
         free_on_resume=True,
         lowers_memory_of=("reference", "update"),
     )
-    ema_half_life: float = flag(
-        0.1,
-        "fraction of the run's updates after which half of a change of the policy has reached the "
-        "teacher, its moving average",
-        only_one_of="teacher",
-        type=POSITIVE,
-    )
     ema_decay: float | None = flag(
         None,
         "decay of the teacher's moving average per update; at 0 the teacher is the policy, at 1 "
         "the initial model",
-        default_is="by --ema_half_life",
-        only_one_of="teacher",
+        default_is="half of a change has arrived after a tenth of the run",
         type=FRACTION,
     )
 

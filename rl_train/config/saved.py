@@ -27,7 +27,7 @@ REMOVED = {
         False,
         "give weights such as --reward_weights loop2.meteor=0.25 loop2.judge=0.75",
     ),
-    "llm_judge_mode": ("score", "give its value to --use_llm_judge, as in --use_llm_judge mcq"),
+    "ema_half_life": (0.1, "give --ema_decay, the decay per update"),
     "entropy_coef": (0.0, "a larger --kl_coef or --temperature keeps answers varied"),
 }
 
@@ -89,13 +89,9 @@ def read_saved(path: str) -> SavedFlags:
 
 
 def given_flags(parser: FlagParser, argv: Sequence[str]) -> set[str]:
-    """Return the flags on a command line, and those that exclude one of them."""
+    """Return the flags on a command line."""
     words = {word.partition("=")[0] for word in argv}
-    given = {a.dest for name, a in parser._option_string_actions.items() if name in words}
-    for group in parser._mutually_exclusive_groups:
-        names = {action.dest for action in group._group_actions}
-        given |= names if names & given else set()
-    return given
+    return {a.dest for name, a in parser._option_string_actions.items() if name in words}
 
 
 def take_saved(parser: FlagParser, saved: SavedFlags, argv: Sequence[str]) -> Taken:
@@ -131,12 +127,6 @@ def take_saved(parser: FlagParser, saved: SavedFlags, argv: Sequence[str]) -> Ta
             faults.append(f"--{key}: write {key.removeprefix('no-')}: false")
         else:
             faults.append(parser.unknown_flag(f"--{key}"))
-    for group in parser._mutually_exclusive_groups:
-        set_here = [
-            a.dest for a in group._group_actions if values.get(a.dest, a.default) != a.default
-        ]
-        if len(set_here) > 1:
-            faults.append(f"--{set_here[1]}: not together with --{set_here[0]}")
     if faults:
         raise ValueError(f"--config {saved.file}: {'; '.join(faults)}")
     taken = {name: value for name, value in values.items() if name not in given}

@@ -72,7 +72,7 @@ class LLMJudge:
         seed: int = 0,
     ):
         if mode not in MODES:
-            raise ValueError(f"--use_llm_judge {mode!r} is unknown; known: {', '.join(MODES)}")
+            raise ValueError(f"--llm_judge_mode {mode!r} is unknown; known: {', '.join(MODES)}")
         try:
             import openai
         except ImportError as error:

@@ -24,7 +24,7 @@ from rl_train.rewards.cider import DocumentFrequencies, document_frequencies
 from rl_train.rewards.custom import overlong_penalty
 from rl_train.rewards.judge import FailureWindow
 from rl_train.rewards.weights import ComponentWeight, check_weights, of_task
-from rl_train.roles import COPIES, Roles, ema_decay_at
+from rl_train.roles import COPIES, TEACHER_HALF_LIFE, Roles, ema_decay_at
 from rl_train.rollout import Batch, Preprocessor
 from rl_train.run.lr_schedule import cosine_schedule
 from rl_train.run.open_data import RunData
@@ -77,8 +77,7 @@ class Run:
         optim = self.config.optim
         if optim.ema_decay is not None:
             return optim.ema_decay
-        # --ema_half_life is a fraction of the run's updates.
-        half_life_updates = optim.ema_half_life * self.max_steps * optim.num_iterations
+        half_life_updates = TEACHER_HALF_LIFE * self.max_steps * optim.num_iterations
         update = self.state.step * optim.num_iterations + iteration
         return ema_decay_at(update, half_life_updates)
 
@@ -138,7 +137,7 @@ def build(
         rewards.user_rewards,
         data.has_masks,
         data.names_nothing,
-        config.reward.use_llm_judge is not None,
+        config.reward.use_llm_judge,
         frequencies_of(data.train_set) if config.reward.gives_weight("cider") else None,
     )
     tasks = [config.task_classes[name](options, context) for name, options in config.tasks.items()]
@@ -213,8 +212,9 @@ def build_judge(config: RewardConfig, seed: int) -> LLMJudge | None:
     """Connect to the LLM judge, if one is used. Raises ValueError if it does not answer."""
     if not (config.use_llm_judge or config.gives_weight("judge")):
         return None
-    mode = config.use_llm_judge or "score"
-    judge = LLMJudge(config.llm_judge_base_url, config.llm_judge_model, mode, seed=seed)
+    judge = LLMJudge(
+        config.llm_judge_base_url, config.llm_judge_model, config.llm_judge_mode, seed=seed
+    )
     if fault := judge.fault():
         raise ValueError(fault)
     return judge

@@ -40,7 +40,6 @@ RUN = dict(
     save_total_limit=0,
     num_generations=4,
     learning_rate=1e-3,
-    ema_half_life=0.5,  # the decay differs from step to step
 )
 WEIGHT_FILES = ("trainables.safetensors", "ema.safetensors")
 

@@ -123,7 +123,7 @@ def test_supervised_training_has_the_aliases_of_its_flags():
             "rl_train: --use_llm_judge_loop2: no such flag, give weights such as --reward_weights "
             "loop2.meteor=0.25 loop2.judge=0.75",
         ),
-        (["--llm_judge_mode", "qa"], "no such flag, give its value to --use_llm_judge"),
+        (["--ema_half_life", "0.2"], "no such flag, give --ema_decay, the decay per update"),
         (["--entropy_coef", "0.01"], "no such flag, a larger --kl_coef or --temperature keeps"),
         (["beta"], "rl_train: beta: neither a flag nor the value of one"),
         (["--answer_style", "points"], "--answer_style: only with --tasks point_segmentation"),

@@ -51,7 +51,7 @@ def test_misuse_raises():
             judge(server).score("a dog", "a dog")
         with pytest.raises(ValueError, match="argument 2 is shorter"):
             judge(server).score(["a", "b"], ["a"])
-        with pytest.raises(ValueError, match="--use_llm_judge 'stars'"):
+        with pytest.raises(ValueError, match="--llm_judge_mode 'stars'"):
             judge(server, "stars")
 
 

@@ -50,13 +50,13 @@ def test_a_run_of_another_length_takes_its_rates_at_once():
 
 def test_the_teacher_s_decay_counts_the_updates_of_the_run(data, tmp_path):
     """Those before the step too, whether they were done, skipped or done before a resume."""
-    changes = dict(max_steps=50, num_iterations=2, ema_half_life=0.2)
+    changes = dict(max_steps=100, num_iterations=2)
     built = start_run(cli.parse(flags(data, tmp_path, **changes)), ALONE)
     assert [built.teacher_decay(i) for i in (0, 1)] == [1 / 2, 2 / 3]
     built.state.step = 3
     assert [built.teacher_decay(i) for i in (0, 1)] == [7 / 8, 8 / 9]
-    built.state.step = 49
-    assert built.teacher_decay(0) ** 20 == pytest.approx(0.5)  # .2 of 100 updates
+    built.state.step = 99
+    assert built.teacher_decay(0) ** 20 == pytest.approx(0.5)  # .1 of 200 updates
     given = start_run(cli.parse(flags(data, tmp_path / "given", ema_decay=0)), ALONE)
     assert given.teacher_decay(0) == 0
 
