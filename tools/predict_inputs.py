@@ -105,11 +105,10 @@ def check_outputs(args: argparse.Namespace):
         check_writable("--json", args.json, is_file=True)
     if not args.output:
         return
-    check_writable("--output", args.output, is_file=not args.video)
-    if not args.video:
-        if args.output.suffix.lower() not in Image.registered_extensions():
-            raise ValueError(f"--output {args.output}: needs the ending of a picture, such as .png")
-    elif args.output.exists() and not args.output.is_dir():
+    if args.video and args.output.is_file():
         raise ValueError(f"--output {args.output}: with --video a folder, and this is a file")
-    elif args.output.is_dir() and any(args.output.iterdir()):
+    check_writable("--output", args.output, is_file=not args.video)
+    if args.video and args.output.is_dir() and any(args.output.iterdir()):
         raise ValueError(f"--output {args.output} is not empty: name another folder")
+    if not args.video and args.output.suffix.lower() not in Image.registered_extensions():
+        raise ValueError(f"--output {args.output}: needs the ending of a picture, such as .png")

@@ -14,8 +14,8 @@ from sa2va_hf.tokenizer import load_tokenizer
 from tests.runs import CHECKPOINT, run, unmeasured
 from tools import predict
 from tools.demo.make_points_demo import SHIPPED as POINTS
-from tools.demo.scenes import make_scene
 from tools.picture_model import PictureModel
+from tools.record_original import draw_scene
 
 one_core = pytest.fixture(autouse=True)(unmeasured)
 
@@ -104,7 +104,8 @@ def test_the_region_under_a_point(picture, tmp_path, capsys):
     image, region, _ = picture
     rows, columns = np.nonzero(np.asarray(Image.open(region)))
     x, y = int(columns.mean()), int(rows.mean())
-    model = PictureModel("demo", open_policy(CHECKPOINT, None, "policy", "cpu", 1), 1)
+    policy = open_policy(CHECKPOINT, None, "policy", "cpu", 1, dtype="float32")
+    model = PictureModel("demo", policy, 1)
     model.look(Image.open(image))
     Image.fromarray(model.region_at(x, y)).save(tmp_path / "found.png")
     argv = ("--model_path", CHECKPOINT, "--image", image)
@@ -114,32 +115,32 @@ def test_the_region_under_a_point(picture, tmp_path, capsys):
 
 def test_the_frames_of_a_video(tmp_path, capsys):
     """A folder's pictures in the order of their numbers, asked about as a video is."""
-    folder, moved = tmp_path / "frames", make_scene(0, 2, 3).image
+    folder, output = tmp_path / "frames", tmp_path / "drawn"
     folder.mkdir()
-    frames = [moved.rotate(0, translate=(4 * number, 0)) for number in range(7)]
-    for number, frame in enumerate(frames, 6):  # 10 comes after 9
+    frames = [Image.fromarray(draw_scene(circle_x)[0]) for circle_x in (180, 210, 240)]
+    for number, frame in enumerate(frames, 9):  # 10 comes after 9
         frame.save(folder / f"f{number}.png")
     (folder / "notes.txt").write_text("no frame")
-    text, output = "Please segment the yellow square in this image.", tmp_path / "drawn"
+    text = "Please segment the red circle in this image."
     argv = ("--model_path", CHECKPOINT, "--video", folder, "--text", text, "--output", output)
     said, mask, written = answer(capsys, *argv, "--json", tmp_path / "o.json")
     expected = Sa2VAModel.from_pretrained(CHECKPOINT).predict_forward(
         video=frames, text=f"<image>\n{text}", tokenizer=load_tokenizer(CHECKPOINT)
     )
-    (drawn,) = expected["prediction_masks"]  # (7, H, W)
+    (drawn,) = expected["prediction_masks"]  # (3, H, W)
     sizes = drawn.sum((1, 2))
     assert mask == (
-        f"mask 1: in {(sizes > 0).sum()} of 7 frames, {sizes.min():,d} to {sizes.max():,d} of "
-        "76,800 pixels"
+        f"mask 1: in {(sizes > 0).sum()} of 3 frames, {sizes.min():,d} to {sizes.max():,d} of "
+        "307,200 pixels"
     )
     (record,) = json.loads((tmp_path / "o.json").read_text())
-    assert record["frames"] == [str(folder / f"f{number}.png") for number in range(6, 13)]
+    assert record["frames"] == [str(folder / f"f{number}.png") for number in (9, 10, 11)]
     decoded = [decode_mask(mask).astype(bool) for mask in record["masks"][0]]
     assert np.array_equal(decoded, drawn) and record["text"] == said
     names = sorted(file.name for file in output.iterdir())
-    assert names == [f"000{number}.png" for number in range(1, 8)]
-    changed = np.asarray(Image.open(output / "0007.png")) != np.asarray(frames[6])
-    assert np.array_equal(changed.any(-1), drawn[6]) and written.startswith(f"{output}: 7 frames")
+    assert names == ["0001.png", "0002.png", "0003.png"]
+    changed = np.asarray(Image.open(output / "0003.png")) != np.asarray(frames[2])
+    assert np.array_equal(changed.any(-1), drawn[2]) and written.startswith(f"{output}: 3 frames")
 
 
 def test_a_model_that_is_asked_about_one_picture(picture, scenes):
