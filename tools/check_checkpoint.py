@@ -8,7 +8,7 @@ compares the log-probs of sampler and scorer in float32 and bfloat16, and trains
 rewards: each trainable group must get a gradient and change. Flags of rl_train.train, such as
 --batch_size, are those of these steps, whose seconds and memory are printed. Without --data_dir
 they train on drawn pictures. --recorded: answers of the original (tools/record_original.py) that
-this model must give too.
+this model must give too. A changed weight or another normalisation is seen by these alone.
 
 Exit status 0 only if every check holds; 1 if one fails.
 """
@@ -64,6 +64,10 @@ GAP_TOKENS, GAP_GENERATIONS = 32, 4
 LOGIT_LIMITS = {"float32": 1e-3, "bfloat16": 3e-2}
 MASK_LIMIT = 0.99  # smallest IoU with a recorded mask in bfloat16; in float32 all pixels but 1e-4
 STEPS = 2  # the first also compiles
+NOT_RECORDED = (
+    "the original's answers are not given (--recorded), so a changed weight or another "
+    "normalisation is not seen"
+)
 
 
 @dataclass
@@ -173,7 +177,7 @@ def check_answers(
     model: Sa2VAModel, tokenizer: object, max_new_tokens: int
 ) -> tuple[str, dict[str, dict]]:
     """Ask about the drawn pictures. Raises CheckFailed if a mask or an end is missing."""
-    asked = questions(reads_regions=reads_regions(model), tracks_video=not model.config.has_sam3)
+    asked = questions(reads_regions(model))
     model.preparing_for_generation(tokenizer, max_new_tokens)
     answers = record_answers(model, asked, max_new_tokens, tokenizer=tokenizer)
     texts, faults = [], []
@@ -441,7 +445,7 @@ def check_all(
     if recorded:
         checks.run("as recorded", check_recorded, recorded, folder, answers, args.dtype)
     else:
-        checks.skip("as recorded", "the original's answers are not given (--recorded)")
+        checks.skip("as recorded", NOT_RECORDED)
     del model  # the run loads it again
     with tempfile.TemporaryDirectory() as scratch:
         ready = folder if tokenizer else None

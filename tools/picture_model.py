@@ -75,8 +75,8 @@ class PictureModel:
         return [(mask.cpu().numpy(), iou) for mask, iou in zip(found, ious)]
 
     @torch.no_grad()
-    def rollouts(self, region: np.ndarray, seed: int) -> list[tuple[str, float]]:
-        """Return sampled captions of a region with the IoU of the mask that each finds."""
+    def rollouts(self, region: np.ndarray, seed: int) -> list[tuple[str, np.ndarray, float]]:
+        """Return sampled captions of a region, the mask that each finds, and its IoU."""
         mask = torch.from_numpy(region).to(self.policy.device)
         grid = self.policy.processor.region_grid(mask).cpu()
         prompts = self.policy.describe_prompts(self.features, [0], [grid])
@@ -84,7 +84,7 @@ class PictureModel:
         texts = self.policy.complete(
             self.features, prompts, NUM_ROLLOUTS, self.max_new_tokens, uniforms
         )[1]
-        return [(text, iou) for text, (_, iou) in zip(texts, self.find(texts, mask))]
+        return [(text, *found) for text, found in zip(texts, self.find(texts, mask))]
 
     @torch.no_grad()
     def segment(self, words: str) -> tuple[np.ndarray, float]:

@@ -1,12 +1,14 @@
 """Ask a model about a picture of your own: print its answer, and draw the masks that it gives.
 
-A phrase to segment, a region to describe (a picture of the same size, not black inside), a
-checkpoint of a run beside its base; Qwen2.5-VL or Qwen3-VL, which answers with box and points, and
-SAM2:
+A phrase to segment; the frames of a video; a region to describe (a picture of the same size that
+is not black inside, a box, or what SAM2 finds under a point); a checkpoint of a run beside its
+base; Qwen2.5-VL or Qwen3-VL, which answers with box and points, and SAM2:
 
     python -m tools.predict --model_path M --image photo.jpg --text "Please segment the dog." \\
         --output dog.png
-    python -m tools.predict --model_path M --image photo.jpg --region mask.png  # or --box X Y X Y
+    python -m tools.predict --model_path M --image photo.jpg --region mask.png  # or --box, --point
+    python -m tools.predict --model_path M --video frames/ --text "Please segment the dog." \\
+        --output masks/
     python -m tools.predict --model_path O/checkpoint_step_N --compare M --image photo.jpg ...
     python -m tools.predict --model_path M --serve                       # a page in a browser
     python -m tools.predict --model_path Q --sam_path S --answer_style segzero --image photo.jpg \\
@@ -41,11 +43,18 @@ from rl_train.rollout import Batch
 from rl_train.tasks.base import TaskContext
 from rl_train.tasks.point_segmentation import PointSegmentation
 from rl_train.utils.command_line import FlagParser, run_program
-from rl_train.utils.io import check_writable
 from sa2va_hf.prompts import DESCRIBE
 from tools.evaluate_flags import flags_of_run
 from tools.gar_writer import encode_mask
-from tools.picture_model import PictureModel, box_region
+from tools.picture_model import PictureModel
+from tools.predict_inputs import (
+    check_outputs,
+    chosen_region,
+    frame_files,
+    open_image,
+    read_frames,
+    region_at_point,
+)
 
 # Colours of the masks of an answer, one after the other.
 COLORS = (PREDICTED, (0, 160, 255), (0, 200, 80), (255, 120, 0), (150, 80, 255))
@@ -59,21 +68,36 @@ def build_parser() -> FlagParser:
     on_gpu = torch.cuda.is_available()
     add = parser.add_argument
     add("--model_path", required=True, type=Path, help="model folder, or checkpoint of a run")
-    add("--image", type=Path, help="picture to ask about (required, unless --serve)")
+    pictures = parser.add_mutually_exclusive_group().add_argument
+    pictures("--image", type=Path, help="picture to ask about, or with which the page begins")
+    pictures(
+        "--video",
+        type=Path,
+        nargs="+",
+        help="frames to ask about in place of --image: pictures of one size, or a folder of them "
+        "(Sa2VA, which sees the first five and tracks the masks through the others)",
+    )
     add("--compare", type=Path, help="second model or checkpoint, asked the same")
     add("--serve", action="store_true", help="serve a page to try a Sa2VA on (extra app)")
     add("--port", type=COUNT, default=7860, help="port of the page")
     add("--share", action="store_true", help="public address of the page too, by gradio's servers")
     add("--text", help=f'question or instruction; with --region its default is "{DESCRIBE}"')
-    add("--region", type=Path, help="picture of a region to ask about: not black inside (Sa2VA)")
-    add(
-        "--box",
+    region = parser.add_mutually_exclusive_group().add_argument
+    region("--region", type=Path, help="picture of a region: not black inside (Sa2VA)")
+    corners = ("LEFT", "TOP", "RIGHT", "BOTTOM")
+    region("--box", type=int, nargs=4, metavar=corners, help="region to ask about, in pixels")
+    region(
+        "--point",
         type=int,
-        nargs=4,
-        metavar=("LEFT", "TOP", "RIGHT", "BOTTOM"),
-        help="region to ask about, in pixels, in place of --region",
+        nargs=2,
+        metavar=("X", "Y"),
+        help="pixel: the region to ask about is what the model's SAM2 finds under it",
     )
-    add("--output", type=Path, help="picture to write: --image with the answer's masks on it")
+    add(
+        "--output",
+        type=Path,
+        help="picture to write: --image with the answer's masks on it; of --video a new folder",
+    )
     add("--json", type=Path, help="file to write: the answer and its masks as COCO's run lengths")
     add(
         "--role",
@@ -112,76 +136,44 @@ def build_parser() -> FlagParser:
     return parser
 
 
-def open_image(flag: str, path: Path) -> Image.Image:
-    """Read a picture. Raises ValueError that names the flag."""
-    try:
-        with Image.open(path) as image:
-            image.load()
-            return image
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
-        reason = error.strerror if isinstance(error, FileNotFoundError) else error
-        raise ValueError(f"{flag} {path} is no picture that can be read: {reason}") from error
+@dataclass
+class Question:
+    """What is asked about: an image or the frames of a video, and a region (H, W) bool, if any."""
 
-
-def read_region(path: Path, size: tuple[int, int]) -> np.ndarray:
-    """Return the (H, W) bool region of a picture of `size` (W, H). Raises ValueError."""
-    image = open_image("--region", path)
-    if image.size != size:
-        raise ValueError(
-            f"--region {path}: is {image.width} x {image.height} pixels, and --image "
-            f"{size[0]} x {size[1]}"
-        )
-    region = np.asarray(image.convert("RGB")).any(-1)
-    if not region.any():
-        raise ValueError(f"--region {path}: is black everywhere, so that no region is named")
-    return region
-
-
-def chosen_region(args: argparse.Namespace, size: tuple[int, int]) -> np.ndarray | None:
-    """Return the (H, W) bool region of --region or --box in a picture of `size` (W, H), if any.
-
-    Raises ValueError.
-    """
-    if args.region and args.box:
-        raise ValueError(f"--box {args.box}: not together with --region")
-    if args.region:
-        return read_region(args.region, size)
-    if not args.box:
-        return None
-    left, top, right, bottom = args.box
-    if not (0 <= left < right <= size[0] and 0 <= top < bottom <= size[1]):
-        corners = " ".join(map(str, args.box))
-        raise ValueError(f"--box {corners}: no box inside --image of {size[0]} x {size[1]} pixels")
-    return box_region(args.box, size)
+    frames: list[Image.Image]
+    is_video: bool
+    region: np.ndarray | None = None
 
 
 @dataclass
 class Answer:
-    """Answer of a model: its text, its masks (H, W) bool, and the prompts of SAM2, if any."""
+    """Answer of a model: its text, its masks (F, H, W) bool, and the prompts of SAM2, if any.
+
+    F is the number of frames, of an image 1.
+    """
 
     text: str
     masks: list[np.ndarray]
     prompts: list[PointPrompt] = field(default_factory=list)
 
 
-def ask_sa2va(
-    policy: Sa2VAPolicy, image: Image.Image, region: np.ndarray | None, args: argparse.Namespace
-) -> Answer:
+def ask_sa2va(policy: Sa2VAPolicy, asked: Question, args: argparse.Namespace) -> Answer:
     """Ask Sa2VA --text, or for a description of a region."""
     model, regions, text = policy.model, None, args.text
-    if region is not None and policy.region_prompt != "tokens":
-        return Answer(describe_drawn(policy, image, region, args), [])
-    if region is not None:
-        regions = [torch.from_numpy(region[None])]
+    if asked.region is not None and policy.region_prompt != "tokens":
+        return Answer(describe_drawn(policy, asked.frames[0], asked.region, args), [])
+    if asked.region is not None:
+        regions = [torch.from_numpy(asked.region[None])]
         text = text or DESCRIBE
     model.preparing_for_generation(policy.tokenizer, args.max_completion_length)
     # Behind an image stand its regions, or else a line break, as in training.
     text = f"<image>\n{text}" if regions is None else f"<image>{text}"
-    answer = model.predict_forward(image=image, text=text, mask_prompts=regions)
+    seen = dict(video=asked.frames) if asked.is_video else dict(image=asked.frames[0])
+    answer = model.predict_forward(**seen, text=text, mask_prompts=regions)
     words = answer["prediction"]
     for end in policy.prompts.ends:
         words = end.split(words, 1)[0]
-    return Answer(words.strip(), [mask[0] for mask in answer["prediction_masks"]])
+    return Answer(words.strip(), answer["prediction_masks"])
 
 
 def describe_drawn(
@@ -206,10 +198,12 @@ def describe_drawn(
 
 def ask_for_points(policy: QwenVLPolicy, image: Image.Image, args: argparse.Namespace) -> Answer:
     """Ask Qwen-VL for box and points of --text, of which SAM2 draws the mask."""
-    if args.region or args.box:
+    if args.region or args.box or args.point:
         raise ValueError(
-            f"--region {args.region or args.box}: {policy.family} takes none, name it by --text"
+            f"--region, --box, --point: {policy.family} takes none, name the region by --text"
         )
+    if args.video:
+        raise ValueError(f"--video: {policy.family} is asked about one --image")
     task = PointSegmentation(
         read_flags(args, PointSegmentation.Options),
         TaskContext(policy, None, args.max_completion_length),
@@ -226,7 +220,7 @@ def ask_for_points(policy: QwenVLPolicy, image: Image.Image, args: argparse.Name
         return Answer(f"{texts[0]}\n(no box and points: {answer.reason})", [])
     prompts = [answer.prompt]
     masks, *_ = segment_points(policy, features, [0], prompts, task.options.sam_passes)
-    return Answer(texts[0], [masks[0].cpu().numpy()], prompts)
+    return Answer(texts[0], [masks[0][None].cpu().numpy()], prompts)
 
 
 def draw(image: Image.Image, masks: list[np.ndarray], prompts: list) -> Image.Image:
@@ -260,40 +254,47 @@ def open_model(path: Path, args: argparse.Namespace) -> Policy:
     )
 
 
+def check_question(args: argparse.Namespace):
+    """Raise ValueError, naming the flag, if something is missing or does not go together."""
+    if not (args.image or args.video):
+        raise ValueError("--image: needed, unless --video names frames or --serve opens a page")
+    if args.region or args.box or args.point:
+        if args.video:
+            raise ValueError("--video: a region is asked about in an --image alone")
+    elif not args.text:
+        raise ValueError("--text: needed, unless --region, --box or --point names what to describe")
+
+
 def predict(args: argparse.Namespace):
     """Answer, print, draw and write. Raises ValueError that names the flag."""
-    if args.image is None:
-        raise ValueError("--image: needed, unless --serve opens a page")
-    if not (args.text or args.region or args.box):
-        raise ValueError("--text: needed, unless --region or --box names what to describe")
-    for flag, file in (("--output", args.output), ("--json", args.json)):
-        if file:
-            check_writable(flag, file, is_file=True)
-    if args.output and args.output.suffix.lower() not in Image.registered_extensions():
-        raise ValueError(f"--output {args.output}: needs the ending of a picture, such as .png")
-    image = open_image("--image", args.image).convert("RGB")
-    region = chosen_region(args, image.size)
-    drawn = image if region is None else tint(image, region, REGION)
-    pictures, records = [], []
-    for path in filter(None, (args.model_path, args.compare)):
+    check_question(args)
+    check_outputs(args)
+    files = frame_files(args.video) if args.video else [args.image]
+    if args.video:
+        asked = Question(read_frames(files), is_video=True)
+    else:
+        image = open_image("--image", args.image).convert("RGB")
+        asked = Question([image], False, chosen_region(args, image.size))
+    models, answers = [path for path in (args.model_path, args.compare) if path], []
+    for path in models:
         policy = open_model(path, args)
-        if policy.family == Sa2VAPolicy.family:
-            answer = ask_sa2va(policy, image, region, args)
+        if policy.family != Sa2VAPolicy.family:
+            answers.append(ask_for_points(policy, asked.frames[0], args))
         else:
-            answer = ask_for_points(policy, image, args)
+            if args.point and asked.region is None:
+                asked.region = region_at_point(policy, asked.frames[0], args.point)
+            answers.append(ask_sa2va(policy, asked, args))
         if args.compare:
             print(f"{path}:")
-        print_answer(answer)
-        pictures.append(draw(drawn, answer.masks, answer.prompts))
-        masks = [encode_mask(mask) for mask in answer.masks]
-        records.append(dict(model=str(path), text=answer.text, masks=masks))
+        print_answer(answers[-1])
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(records, indent=1) + "\n")
-    if args.output:
+        write_answers(args.json, models, answers, files if args.video else None)
+    if args.output and args.video:
+        save_frames(args.output, asked, answers)
+    elif args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        beside(pictures).save(args.output)
-        count = len(answer.masks)
+        draw_frame(asked, answers, 0).save(args.output)
+        count = len(answers[0].masks)
         masks = f"{count} mask{'s' * (count != 1)} of the answer"
         masks = "the masks of both" if args.compare else masks
         print(f"{args.output}: {args.image} with {masks}")
@@ -303,9 +304,46 @@ def print_answer(answer: Answer):
     """Print what a model says, and how large each of its masks is."""
     print(answer.text)
     for number, mask in enumerate(answer.masks, 1):
-        print(f"mask {number}: {mask.sum():,d} of {mask.size:,d} pixels")
+        sizes = mask.sum((1, 2))  # (F,)
+        if len(sizes) == 1:
+            print(f"mask {number}: {sizes[0]:,d} of {mask.size:,d} pixels")
+        else:
+            print(
+                f"mask {number}: in {(sizes > 0).sum()} of {len(sizes)} frames, "
+                f"{sizes.min():,d} to {sizes.max():,d} of {mask[0].size:,d} pixels"
+            )
     if not answer.masks:
         print("the answer has no mask")
+
+
+def write_answers(path: Path, models: list[Path], answers: list[Answer], frames: list[Path] | None):
+    """Write the answers as JSON; of a video each mask is a list, one of each frame."""
+    records = []
+    for model, answer in zip(models, answers):
+        masks = [[encode_mask(frame) for frame in mask] for mask in answer.masks]
+        record = dict(model=str(model), text=answer.text)
+        if frames is None:
+            records.append(record | dict(masks=[mask[0] for mask in masks]))
+        else:
+            records.append(record | dict(frames=[str(frame) for frame in frames], masks=masks))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(records, indent=1) + "\n")
+
+
+def draw_frame(asked: Question, answers: list[Answer], frame: int) -> Image.Image:
+    """Return a frame with the masks of each answer, from left to right."""
+    image = asked.frames[frame]
+    image = image if asked.region is None else tint(image, asked.region, REGION)
+    masks = [[mask[frame] for mask in answer.masks] for answer in answers]
+    return beside([draw(image, own, answer.prompts) for own, answer in zip(masks, answers)])
+
+
+def save_frames(folder: Path, asked: Question, answers: list[Answer]):
+    """Write each frame of a video with its masks as 0001.png and so on."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for frame in range(len(asked.frames)):
+        draw_frame(asked, answers, frame).save(folder / f"{frame + 1:04d}.png")
+    print(f"{folder}: {len(asked.frames)} frames with their masks")
 
 
 def beside(pictures: list[Image.Image]) -> Image.Image:
@@ -323,13 +361,17 @@ def serve(args: argparse.Namespace):
         raise ValueError('--serve: needs gradio: pip install -e ".[app]"')
     from tools import predict_page  # gradio is an extra
 
+    for name in ("text", "video", "region", "box", "point", "output", "json"):
+        if getattr(args, name):
+            raise ValueError(f"--{name}: not together with --serve")
+    image = args.image and open_image("--image", args.image).convert("RGB")
     models = []
     for path in filter(None, (args.model_path, args.compare)):
         policy = open_model(path, args)
         if policy.family != Sa2VAPolicy.family:
             raise ValueError(f"--serve: the page asks a Sa2VA, and {path} is of {policy.family}")
         models.append(PictureModel(str(path), policy, args.max_completion_length))
-    predict_page.serve(models, args.port, args.share)
+    predict_page.serve(models, image, args.port, args.share)
 
 
 def main(argv: Sequence[str] | None = None):

@@ -7,18 +7,14 @@ import time
 
 import gradio as gr
 import numpy as np
-import torch
 from PIL import Image
 
-from rl_train.loggers.pictures import PREDICTED, REGION, overlay
+from rl_train.loggers.pictures import REGION
 from tools.picture_model import PictureModel, box_region
+from tools.predict_cards import LARGE, Card, answer_cards, draw, figure, heading
 
-BOX, CLICK = "a box of two clicks", "what SAM2 finds under a click"
-
-
-def draw(image: Image.Image, mask: np.ndarray, color: tuple[int, int, int]) -> Image.Image:
-    """Return the image with a mask; as it is if the mask is empty."""
-    return overlay(image, torch.from_numpy(mask), color) if mask.any() else image
+BOX, CLICK = "a box: click two corners", "what SAM2 finds under a click"
+HELP = "Click in the picture, or write a phrase."
 
 
 class Page:
@@ -33,12 +29,12 @@ class Page:
         way: str,
         corner: tuple[int, int] | None,
         event: gr.SelectData,
-    ):
-        """Answer a click at (x, y) of the picture: return (first corner, region, seconds, ..)."""
+    ) -> list:
+        """Answer a click at (x, y): return [first corner, note, region, answers of each model]."""
         point = tuple(map(int, event.index))
         if way == BOX and corner is None:
-            return point, None, "Click the opposite corner.", *[None] * 2 * len(self.models)
-        image = image.convert("RGB")
+            return [point, "Click the opposite corner.", *self.nothing()]
+        image, began = image.convert("RGB"), time.perf_counter()
         for model in self.models:
             model.look(image)
         if way == BOX:
@@ -47,72 +43,77 @@ class Page:
         else:
             region = self.models[0].region_at(*point)
         if not region.any():
-            nothing = "There is no region: click again."
-            return None, None, nothing, *[None] * 2 * len(self.models)
-        return None, draw(image, region, REGION), *self.describe(image, region)
+            return [None, "There is no region: click again.", *self.nothing()]
+        shown = [self.describe(model, image, region) for model in self.models]
+        asked = figure(draw(image, region, REGION), "the region", "", LARGE)
+        return [None, took(began), asked, *shown]
 
-    def describe(self, image: Image.Image, region: np.ndarray) -> list:
-        """Return [seconds, picture of the 1st model, its table, ..]."""
-        began, shown = time.perf_counter(), []
-        for model in self.models:
-            caption, found, iou = model.describe(region)
-            rows = [["greedy", f"{iou:.2f}", caption]]
-            rows += [["sampled", f"{iou:.2f}", text] for text, iou in model.rollouts(region, 0)]
-            shown += [draw(image, found, PREDICTED), rows]
-        return [f"{time.perf_counter() - began:.1f} seconds", *shown]
+    def describe(self, model: PictureModel, image: Image.Image, region: np.ndarray) -> str:
+        """Return a model's greedy caption of a region and sampled ones, with what each finds."""
+        caption, found, iou = model.describe(region)
+        sampled = [
+            Card(found, f"IoU {iou:.2f}", text) for text, found, iou in model.rollouts(region, 0)
+        ]
+        return answer_cards(
+            model.name, image, Card(found, f"IoU {iou:.2f}, greedy", caption), sampled
+        )
 
     def segment(self, image: Image.Image | None, words: str) -> list:
-        """Return [seconds, picture of the 1st model, its sentence, ..]."""
+        """Answer a phrase: return [first corner, note, region, answers of each model]."""
         if image is None or not words.strip():
-            return ["Choose a picture and write a phrase.", *[None] * 2 * len(self.models)]
+            return [None, "Choose a picture and write a phrase.", *self.nothing()]
         image, began, shown = image.convert("RGB"), time.perf_counter(), []
         for model in self.models:
             model.look(image)
             mask, confidence = model.segment(words)
-            sentence = f"confidence {confidence:.2f}, {mask.mean():.1%} of the picture"
-            shown += [draw(image, mask, PREDICTED), sentence if mask.any() else "no mask"]
-        return [f"{time.perf_counter() - began:.1f} seconds", *shown]
+            size = f"{mask.mean():.1%} of the picture" if mask.any() else "no mask"
+            greedy = Card(mask, f"confidence {confidence:.2f}", size)
+            shown.append(answer_cards(model.name, image, greedy, []))
+        return [None, took(began), "", *shown]
 
-    def build(self) -> gr.Blocks:
-        """Return the page."""
-        with gr.Blocks(title="Sa2VA") as page:
-            gr.Markdown("# Try a checkpoint\n" + " beside ".join(m.name for m in self.models))
-            picture = gr.Image(type="pil", label="picture: click in it", height=400)
-            with gr.Tab("Region: what is it?"):
+    def nothing(self) -> list[str]:
+        """Return no region, and of each model no answer."""
+        return ["", *(heading(model.name) for model in self.models)]
+
+    def build(self, image: Image.Image | None = None) -> gr.Blocks:
+        """Return the page, with a first picture if one is given."""
+        # Without analytics gradio sends nothing to its servers.
+        with gr.Blocks(title="Sa2VA", analytics_enabled=False) as page, gr.Row():
+            with gr.Column(min_width=320):
+                sources = ["upload", "clipboard"]
+                picture = gr.Image(image, type="pil", sources=sources, show_label=False)
                 way = gr.Radio([BOX, CLICK], value=BOX, label="a region is")
-                corner, note = gr.State(None), gr.Textbox(label="last answer took")
-                chosen = gr.Image(label="region", height=300)
-                outputs = [corner, chosen, note]
-                with gr.Row():
-                    for model in self.models:
-                        with gr.Column():
-                            label = f"{model.name}: where its caption leads"
-                            outputs.append(gr.Image(label=label, height=300))
-                            outputs.append(
-                                gr.Dataframe(
-                                    headers=["answer", "IoU", "caption"],
-                                    column_widths=["20%", "15%", "65%"],
-                                    label=f"{model.name}: captions, and IoU of the mask they find",
-                                    wrap=True,
-                                )
-                            )
-                picture.select(self.click, [picture, way, corner], outputs)
-            with gr.Tab("Phrase: where is it?"):
-                words = gr.Textbox(label="phrase, such as: the red circle")
-                outputs = [gr.Textbox(label="last answer took")]
-                with gr.Row():
-                    for model in self.models:
-                        with gr.Column():
-                            outputs.append(gr.Image(label=model.name, height=300))
-                            outputs.append(gr.Textbox(label="mask"))
-                words.submit(self.segment, [picture, words], outputs)
+                words = gr.Textbox(label="phrase", placeholder="the red circle", submit_btn=True)
+                note = gr.Textbox(HELP, show_label=False, interactive=False)
+                asked, corner = gr.HTML(), gr.State(None)
+            answers = []
+            for model in self.models:
+                with gr.Column(min_width=320):
+                    answers.append(gr.HTML(heading(model.name)))
+            outputs = [corner, note, asked, *answers]
+            # One at a time: a model keeps the features of one picture.
+            alone = dict(outputs=outputs, concurrency_limit=1, concurrency_id="models")
+            picture.select(self.click, [picture, way, corner], **alone)
+            words.submit(self.segment, [picture, words], **alone)
+            picture.change(lambda: None, None, corner)
         return page
 
 
-def serve(models: list[PictureModel], port: int, share: bool):
+def took(began: float) -> str:
+    """Return how long an answer took since `began`, for people."""
+    return f"Answered in {time.perf_counter() - began:.1f} seconds."
+
+
+def serve(models: list[PictureModel], image: Image.Image | None, port: int, share: bool):
     """Serve the page on this machine until it is interrupted.
 
     Args:
+        image: first picture of the page.
         share: let gradio make a public address of its own servers, through which pictures go.
+
+    Raises ValueError that names the flag if the port is taken.
     """
-    Page(models).build().launch(server_name="127.0.0.1", server_port=port, share=share)
+    try:
+        Page(models).build(image).launch(server_name="127.0.0.1", server_port=port, share=share)
+    except OSError as error:
+        raise ValueError(f"--port {port}: is taken, name another one") from error

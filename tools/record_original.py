@@ -52,20 +52,18 @@ def draw_scene(circle_x: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return image, circle, square
 
 
-def questions(reads_regions: bool, tracks_video: bool) -> dict[str, dict]:
+def questions(reads_regions: bool) -> dict[str, dict]:
     """Return {name: arguments of `predict_forward`}.
 
-    Args:
-        reads_regions: the model takes mask prompts; tracks_video: it takes several frames.
+    Args: reads_regions: the model takes mask prompts.
     """
     image, _, square = draw_scene(circle_x=180)
     asked = {"phrase": dict(image=Image.fromarray(image), text=SEGMENT)}
     if reads_regions:
         regions = [square[None].astype(np.uint8)]
         asked["region"] = dict(image=Image.fromarray(image), text=DESCRIBE, mask_prompts=regions)
-    if tracks_video:
-        frames = [Image.fromarray(draw_scene(x)[0]) for x in (180, 210, 240)]
-        asked["video"] = dict(video=frames, text=SEGMENT)
+    frames = [Image.fromarray(draw_scene(x)[0]) for x in (180, 210, 240)]
+    asked["video"] = dict(video=frames, text=SEGMENT)
     return asked
 
 
@@ -192,7 +190,7 @@ def main(argv: list[str] | None = None):
     model, others = load_original(folder, args.device, args.dtype)
     config = json.loads((folder / "config.json").read_text())
     is_internvl = "llm_config" in config  # the others never read their mask prompts
-    asked = questions(reads_regions=is_internvl, tracks_video=True)
+    asked = questions(reads_regions=is_internvl)
     answers = record_answers(model, asked, args.max_new_tokens, **others)
     record = dict(
         transformers=transformers.__version__,

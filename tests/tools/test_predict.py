@@ -6,13 +6,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from rl_train.data.rle import decode_mask
 from rl_train.export.load_policy import open_policy
+from rl_train.utils.command_line import SEE_HELP
 from sa2va_hf import Sa2VAModel
 from sa2va_hf.tokenizer import load_tokenizer
 from tests.runs import CHECKPOINT, run, unmeasured
 from tools import predict
 from tools.demo.make_points_demo import SHIPPED as POINTS
 from tools.picture_model import PictureModel
+from tools.record_original import draw_scene
 
 one_core = pytest.fixture(autouse=True)(unmeasured)
 
@@ -96,7 +99,51 @@ def test_two_models_about_a_box(picture, tmp_path, capsys):
     assert Image.open(tmp_path / "o.png").size == (2 * width, height)
 
 
-def test_a_model_that_is_asked_about_one_picture(scenes):
+def test_the_region_under_a_point(picture, tmp_path, capsys):
+    """It is the region that SAM2 finds, and asked about as its mask file would be."""
+    image, region, _ = picture
+    rows, columns = np.nonzero(np.asarray(Image.open(region)))
+    x, y = int(columns.mean()), int(rows.mean())
+    policy = open_policy(CHECKPOINT, None, "policy", "cpu", 1, dtype="float32")
+    model = PictureModel("demo", policy, 1)
+    model.look(Image.open(image))
+    Image.fromarray(model.region_at(x, y)).save(tmp_path / "found.png")
+    argv = ("--model_path", CHECKPOINT, "--image", image)
+    expected = answer(capsys, *argv, "--region", tmp_path / "found.png")
+    assert answer(capsys, *argv, "--point", x, y) == expected
+
+
+def test_the_frames_of_a_video(tmp_path, capsys):
+    """A folder's pictures in the order of their numbers, asked about as a video is."""
+    folder, output = tmp_path / "frames", tmp_path / "drawn"
+    folder.mkdir()
+    frames = [Image.fromarray(draw_scene(circle_x)[0]) for circle_x in (180, 210, 240)]
+    for number, frame in enumerate(frames, 9):  # 10 comes after 9
+        frame.save(folder / f"f{number}.png")
+    (folder / "notes.txt").write_text("no frame")
+    text = "Please segment the red circle in this image."
+    argv = ("--model_path", CHECKPOINT, "--video", folder, "--text", text, "--output", output)
+    said, mask, written = answer(capsys, *argv, "--json", tmp_path / "o.json")
+    expected = Sa2VAModel.from_pretrained(CHECKPOINT).predict_forward(
+        video=frames, text=f"<image>\n{text}", tokenizer=load_tokenizer(CHECKPOINT)
+    )
+    (drawn,) = expected["prediction_masks"]  # (3, H, W)
+    sizes = drawn.sum((1, 2))
+    assert mask == (
+        f"mask 1: in {(sizes > 0).sum()} of 3 frames, {sizes.min():,d} to {sizes.max():,d} of "
+        "307,200 pixels"
+    )
+    (record,) = json.loads((tmp_path / "o.json").read_text())
+    assert record["frames"] == [str(folder / f"f{number}.png") for number in (9, 10, 11)]
+    decoded = [decode_mask(mask).astype(bool) for mask in record["masks"][0]]
+    assert np.array_equal(decoded, drawn) and record["text"] == said
+    names = sorted(file.name for file in output.iterdir())
+    assert names == ["0001.png", "0002.png", "0003.png"]
+    changed = np.asarray(Image.open(output / "0003.png")) != np.asarray(frames[2])
+    assert np.array_equal(changed.any(-1), drawn[2]) and written.startswith(f"{output}: 3 frames")
+
+
+def test_a_model_that_is_asked_about_one_picture(picture, scenes):
     """The page's queries: captions of a region, their masks, the mask of a phrase, a click."""
     policy = open_policy(CHECKPOINT, None, "policy", "cpu", 24, dtype="float32")
     model = PictureModel("demo", policy, 24)
@@ -105,8 +152,8 @@ def test_a_model_that_is_asked_about_one_picture(scenes):
     union = (found | scenes[0]["mask"]).sum()
     assert iou == pytest.approx((found & scenes[0]["mask"]).sum() / union, abs=1e-6)
     greedy, sampled = (caption, iou), model.rollouts(scenes[0]["mask"], 0)
-    assert len({text for text, _ in sampled}) > 1 and len(sampled) == 4
-    assert all(iou == greedy[1] for text, iou in sampled if text == greedy[0])
+    assert len({text for text, *_ in sampled}) > 1 and len(sampled) == 4
+    assert all(iou == greedy[1] for text, _, iou in sampled if text == greedy[0])
     mask, confidence = model.segment(scenes[0]["caption"])
     assert mask.shape == scenes[0]["mask"].shape and 0.5 < confidence < 1
     rows, columns = np.nonzero(scenes[0]["mask"])
@@ -129,8 +176,16 @@ def test_a_model_that_is_asked_about_one_picture(scenes):
         (dict(region="small.png"), "--region small.png: is 5 x 4 pixels, and --image"),
         (dict(region="black.png"), "--region black.png: is black everywhere"),
         (dict(box=[1, 2, 1, 4]), "--box 1 2 1 4: no box inside --image of"),
-        (dict(box=[1, 2, 3, 4], region="black.png"), "--box .*: not together with --region"),
-        (dict(image=None), "--image: needed, unless --serve"),
+        (dict(box=[1, 2, 3, 4], region="black.png"), "--box: not together with --region"),
+        (dict(image=None), "--image: needed, unless --video names frames or --serve"),
+        (dict(video="black.png"), "--video: not together with --image|--image: not together with"),
+        (dict(image=None, video="."), "--video small.png: is 5 x 4 pixels, and black.png"),
+        (dict(image=None, video="empty"), "--video empty: the folder holds no picture"),
+        (dict(image=None, video="black.png", region="black.png"), "--video: a region is asked"),
+        (dict(image=None, video="black.png", text=None), "--text: needed, unless"),
+        (dict(image=None, video="black.png", output="small.png"), "--output small.png: with --vid"),
+        (dict(image=None, video="black.png", output="."), "--output . is not empty: name another"),
+        (dict(point=[0, 9999]), "--point 0 9999: not inside --image of"),
         (dict(compare="/nowhere"), "--compare /nowhere: no such folder"),
         (dict(output="o.xyz"), "--output o.xyz: needs the ending of a picture"),
     ],
@@ -139,10 +194,12 @@ def test_bad_input(picture, tmp_path, monkeypatch, flags, sentence):
     monkeypatch.chdir(tmp_path)
     Image.new("L", (5, 4), 255).save("small.png")
     Image.new("L", Image.open(picture[0]).size).save("black.png")
+    (tmp_path / "empty").mkdir()
     flags = dict(model_path=CHECKPOINT, image=picture[0], text="a") | flags
-    box = [str(side) for side in flags.pop("box", ())]
-    argv = [f"--{name}={value}" for name, value in flags.items() if value is not None]
-    argv += ["--box", *box] if box else []
+    argv = []
+    for name, value in flags.items():
+        values = value if isinstance(value, list) else [value]
+        argv += [] if value is None else [f"--{name}", *map(str, values)]
     with pytest.raises(SystemExit, match=sentence) as ended:
         predict.main(argv)
-    assert "\n" not in ended.value.code
+    assert ended.value.code.removesuffix(f"\n{SEE_HELP}").count("\n") == 0
