@@ -176,7 +176,10 @@ def test_a_model_that_is_asked_about_one_picture(picture, scenes):
         (dict(region="small.png"), "--region small.png: is 5 x 4 pixels, and --image"),
         (dict(region="black.png"), "--region black.png: is black everywhere"),
         (dict(box=[1, 2, 1, 4]), "--box 1 2 1 4: no box inside --image of"),
-        (dict(box=[1, 2, 3, 4], region="black.png"), "--box: not together with --region"),
+        (
+            dict(box=[1, 2, 3, 4], region="black.png"),
+            "--box: not together with --region|--region: not together with --box",
+        ),
         (dict(image=None), "--image: needed, unless --video names frames or --serve"),
         (dict(video="black.png"), "--video: not together with --image|--image: not together with"),
         (dict(image=None, video="."), "--video small.png: is 5 x 4 pixels, and black.png"),
