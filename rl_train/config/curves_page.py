@@ -34,7 +34,6 @@ ON_TARGET = {name for name in cycle_metrics.METRICS if name.endswith("_on_target
 # {when there are such curves: {curve: meaning}}
 CURVES: dict[str, dict[str, str]] = {
     "always": {
-        "Main/seconds_per_step": "`perf/step_seconds`",
         "Main/eval_METRIC": "main metrics of an evaluation, as `eval/METRIC`",
         "total_loss": "sum of the tasks' losses by their weights, of steps that made an update",
         "learning_rate": "learning rate of the step",

@@ -170,7 +170,6 @@ def main_metrics(
     """
     shown = dict(reward="reward_mean", kl="kl_div") if samples_answers else dict(loss="loss")
     sources = {f"{word}_{task}": f"{task}/{shown[word]}" for word in shown for task in tasks}
-    sources["seconds_per_step"] = "perf/step_seconds"
     metrics = {f"{MAIN}/{name}": values[tag] for name, tag in sources.items() if tag in values}
     gaps = [values[tag] for task in tasks if (tag := f"{task}/sampler_gap") in values]
     return metrics | ({f"{MAIN}/sampler_gap": max(gaps)} if gaps else {})

@@ -272,11 +272,9 @@ def test_the_metrics_to_look_at_first_by_hand():
         "Main/reward_loop2": 0.5,
         "Main/kl_loop1": 0.125,
         "Main/sampler_gap": 0.002,
-        "Main/seconds_per_step": 3.0,
     }
     supervised = {"captions/loss": 2.0, "perf/step_seconds": 1.0}
     assert main_metrics(supervised, ["captions"], samples_answers=False) == {
         "Main/loss_captions": 2.0,
-        "Main/seconds_per_step": 1.0,
     }
     assert min([*values, *main_metrics(values, ["loop1"], True)]).startswith("Main/")
