@@ -131,14 +131,12 @@ def test_points_too(choice, qwens, sam):
 # A run
 
 
-def test_a_run_resumes_with_the_same_base_alone(choice, data, tmp_path, capsys):
+def test_a_run_resumes_with_the_same_base_alone(choice, data, tmp_path):
     how = dict(quantize_base=choice, max_completion_length=6)
     output = run(data, tmp_path, max_steps=1, **how)
     run(data, tmp_path, max_steps=2, resume="", **how)
     other = next(other for other in CHOICES if other != choice)
-    sentence = complaint_of(
-        capsys, flags(data, output, resume="", **how | dict(quantize_base=other))
-    )
+    sentence = complaint_of(flags(data, output, resume="", **how | dict(quantize_base=other)))
     assert f"--quantize_base was {choice}, now {other}" in sentence
     # What is exported and evaluated has the base of the files, not the quantised one.
     policy = load_policy(output / "checkpoint_step_2", "policy", CHECKPOINT, "cpu")
@@ -148,11 +146,11 @@ def test_a_run_resumes_with_the_same_base_alone(choice, data, tmp_path, capsys):
 # Refusals
 
 
-def test_without_the_library_the_extra_is_named(monkeypatch, data, tmp_path, capsys):
+def test_without_the_library_the_extra_is_named(monkeypatch, data, tmp_path):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ValueError, match=r"--quantize_base 4bit .*'\.\[quantize\]'"):
         require_library("4bit")
-    sentence = complaint_of(capsys, flags(data, tmp_path / "run", quantize_base="8bit"))
+    sentence = complaint_of(flags(data, tmp_path / "run", quantize_base="8bit"))
     assert "--quantize_base 8bit needs" in sentence and not (tmp_path / "run").exists()
 
 

@@ -56,7 +56,7 @@ class Task:
             rewards["meteor"] = meteor(rollout.of_rows(rollout.batch.captions), self.replies)
         for values in rewards.values():
             values[self.unscored] = NAN
-        return RewardOutput(rewards, rollout.latents, replies=self.replies)
+        return RewardOutput(rewards, rollout.latents, regions, replies=self.replies)
 
 
 def controlled(kind, task, rollout, **how):
