@@ -246,7 +246,8 @@ def test_habits_of_negative_points_by_hand(ablation, expected):
 def test_hidden_is_the_reward_of_the_masks_without_negative_points():
     rollout = rollout_of([""] * 4, MASKS, regions=REGIONS)
     without = [mask(40), mask(20), mask(20), mask(40)]
-    found = of_task("points", rollout, "hidden", masks_without_negatives=without)
+    outcome = dict(targets=rollout.of_rows(REGIONS), masks_without_negatives=without)
+    found = of_task("points", rollout, "hidden", **outcome)
     assert found.tolist() == pytest.approx([1, 0.5, 1, 0.5])
 
 
