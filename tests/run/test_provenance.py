@@ -14,7 +14,7 @@ from tests.runs import complaint_of, flags, run, unmeasured
 one_core = pytest.fixture(autouse=True)(unmeasured)
 
 
-def test_each_start_is_an_entry(data, tmp_path, capsys, monkeypatch):
+def test_each_start_is_an_entry(data, tmp_path, monkeypatch):
     """With the flags of that start: those of config.json are the last start's."""
     monkeypatch.setattr(provenance, "git_state", lambda root: dict(commit="c", changed_files=["f"]))
     output = run(data, tmp_path / "run", max_steps=1)
@@ -31,7 +31,7 @@ def test_each_start_is_an_entry(data, tmp_path, capsys, monkeypatch):
     assert first["base"] == second["base"] and len(first["base"]) > 8
     # A file that the user has damaged is not written over.
     (output / "starts.json").write_text("{")
-    said = complaint_of(capsys, flags(data, output, max_steps=3, resume=""))
+    said = complaint_of(flags(data, output, max_steps=3, resume=""))
     assert "starts.json is missing or damaged" in said
     assert (output / "starts.json").read_text() == "{"
 
