@@ -221,7 +221,7 @@ def verdict(own: dict[str, Gain], rivals: dict[str, list[Gain]]) -> list[str]:
 def print_rivals(run: Path):
     """Print the table of a finished run, and write it into its folder."""
     ranks = process_group.init()
-    print0("now what cheap causes gain on this run's base, some minutes:")
+    print0("measuring what cheap causes gain on the base: some minutes")
     try:
         text = compared(run, ranks.device)
     finally:
