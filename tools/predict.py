@@ -138,7 +138,7 @@ def build_parser() -> FlagParser:
 
 @dataclass
 class Question:
-    """What is asked about: an image or the frames of a video, and a region (H, W) bool, if any."""
+    """A question's subject: an image or the frames of a video, and a region (H, W) bool, if any."""
 
     frames: list[Image.Image]
     is_video: bool

@@ -1,4 +1,4 @@
-"""How a run was made: an entry in its starts.json for each start, the first and every resume."""
+"""Record of how a run was made: an entry in its starts.json for each start, resumes too."""
 
 import platform
 import shlex
