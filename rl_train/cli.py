@@ -121,7 +121,7 @@ def tasks_parser(program: EntryPoint) -> FlagParser:
         "--config",
         metavar="FILE",
         help="take flags from another run's folder or config.json, or from YAML of `flag: value`; "
-        f"those of the command line go first. Not taken: {', '.join(NOT_TAKEN)}",
+        f"those of the command line win. Not taken: {', '.join(NOT_TAKEN)}",
     )
     return parser
 
