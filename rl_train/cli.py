@@ -133,7 +133,7 @@ def parse(argv: list[str] | None = None, program: EntryPoint = GRPO) -> Config:
     try:
         saved = read_saved(first.config) if first.config else None
         names = first.tasks
-        if saved and not {"--tasks"} & {word.partition("=")[0] for word in argv}:
+        if saved and "--tasks" not in {word.partition("=")[0] for word in argv}:
             names = saved.task_names() or names
             taken = Taken(saved.file, ("tasks",), "")
         tasks = {name: load_task(name, program.tasks) for name in names}

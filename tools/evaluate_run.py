@@ -160,14 +160,14 @@ def spec_of_run(config: Config, policy: Policy, data: RunData) -> EvalSpec:
 def differences(before: EvalResult, after: EvalResult) -> dict[str, dict]:
     """Return {metric: its values before and after, the change and its 95 % interval}."""
     values = means(before.values), means(after.values)
-    found = {}
+    by_metric = {}
     for metric in (metric for metric in values[0] if metric in values[1]):
         rows = rows_of(before.values, metric), rows_of(after.values, metric)
         start, end = (v[metric] for v in values)
-        found[metric] = dict(before=start, after=end, change=end - start)
+        by_metric[metric] = dict(before=start, after=end, change=end - start)
         if metric not in WITHOUT_INTERVAL:
-            found[metric]["interval"] = paired_difference(*rows)[1:]
-    return found
+            by_metric[metric]["interval"] = paired_difference(*rows)[1:]
+    return by_metric
 
 
 def compare(args: Namespace, words: Sequence[str], ranks: RankInfo):

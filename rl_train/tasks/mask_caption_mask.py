@@ -72,19 +72,19 @@ class MaskCaptionMask(Task):
                 forced=self.options.teacher_answer == "forced",
             )
 
-    def compare(self, rollout: Rollout, found: RowMasks | None) -> RewardOutput:
+    def compare(self, rollout: Rollout, teacher_masks: RowMasks | None) -> RewardOutput:
         """Compare the teacher's masks with the regions, and the captions with the true ones."""
         captions, targets = rollout.of_rows(rollout.batch.captions), self.true_masks(rollout)
         rewards = {}
-        if found is None:  # pictures have the regions
-            found = RowMasks(targets, [0.0] * len(targets))
+        if teacher_masks is None:  # pictures have the regions
+            teacher_masks = RowMasks(targets, [0.0] * len(targets))
         else:
-            rewards["iou"] = mask_iou(found.masks, targets)
+            rewards["iou"] = mask_iou(teacher_masks.masks, targets)
         rewards |= caption_rewards(self.components, captions, rollout.texts, self.context)
         return RewardOutput(
             rewards,
-            found.masks,
+            teacher_masks.masks,
             targets,
             [DESCRIBE] * len(rollout),
-            mask_confidence=found.confidence,
+            mask_confidence=teacher_masks.confidence,
         )
