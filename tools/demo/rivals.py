@@ -188,8 +188,8 @@ def compared(run: Path, device: torch.device) -> str:
     }
     own = {metric: gain("this run", before[metric], after[metric]) for metric in rivals}
     head = (
-        f"the run beside cheap causes on its base, n = {len(heldout)}: without training, chosen on "
-        f"{len(chosen_on)} training regions"
+        f"the run beside untrained changes of its base, chosen on {len(chosen_on)} training "
+        f"regions, measured on {len(heldout)} held-out ones"
     )
     return "\n".join([head, *table(own, rivals), *verdict(own, rivals)])
 
@@ -221,7 +221,7 @@ def verdict(own: dict[str, Gain], rivals: dict[str, list[Gain]]) -> list[str]:
 def print_rivals(run: Path):
     """Print the table of a finished run, and write it into its folder."""
     ranks = process_group.init()
-    print0("measuring what cheap causes gain on the base: some minutes")
+    print0("measuring what untrained changes of the base gain: some minutes")
     try:
         text = compared(run, ranks.device)
     finally:
