@@ -125,7 +125,7 @@ def test_changed_shards_are_refused_by_the_flag(data, begun, tmp_path, case):
     assert re.search(words, refusal(tmp_path / "data", output))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(6))
 def test_other_folders_are_refused_by_the_flag(data, begun, tmp_path, seed):
     output = shutil.copytree(begun[True], tmp_path / "run")
     write_split(tmp_path / "train", seed=seed + 1, split=TRAIN, num_scenes=18 + seed)
