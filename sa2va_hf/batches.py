@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from .to_device import to_device
+
 if TYPE_CHECKING:
     from .modeling_sa2va import Sa2VAModel
 
@@ -152,7 +154,8 @@ def _vision_of(model, images, prompts) -> torch.Tensor:
                 else torch.autocast(model.device.type, enabled=False)
             )
             with torch.set_grad_enabled(train), precision:
-                kept[key] = model.encode_images([images.draw(images.pixels[i], cells[0])])[0]
+                pixels = to_device(images.pixels[i], model.device)
+                kept[key] = model.encode_images([images.draw(pixels, cells[0])])[0]
         features.append(kept[key])
     return torch.cat(features)
 

@@ -110,9 +110,17 @@ def draw_region(pixels: torch.Tensor, cells: torch.Tensor, shape: str) -> torch.
         mask = torch.zeros_like(mask)
         mask[..., top:bottom, left:right] = 1
     thickness = max(2, round((height * width) ** 0.5 * LINE))  # pixels
-    window = 2 * thickness + 1
-    line = F.max_pool2d(mask, window, 1, thickness) > mask
+    line = widen(mask, thickness) > mask
     if not line.any():
-        line = mask > 1 - F.max_pool2d(F.pad(1 - mask, [thickness] * 4, value=1), window, 1)
+        outside = F.pad(1 - mask, [thickness] * 4, value=1)
+        around = widen(outside, thickness)[..., thickness:-thickness, thickness:-thickness]
+        line = mask > 1 - around
     colour = torch.tensor(RED, dtype=torch.uint8, device=pixels.device).view(3, 1, 1)
     return torch.where(line[0], colour, pixels)
+
+
+def widen(mask: torch.Tensor, by: int) -> torch.Tensor:
+    """Return a mask (1, 1, H, W) float of zeros and ones, wider by so many pixels on each side."""
+    # Along one axis after the other: the same square at a fraction of the cost.
+    down = F.max_pool2d(mask, (2 * by + 1, 1), 1, (by, 0))
+    return F.max_pool2d(down, (1, 2 * by + 1), 1, (0, by))

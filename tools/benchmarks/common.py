@@ -18,6 +18,7 @@ from tools.benchmarks.qwen import SHAPES, TextOf, random_qwen
 
 SIZES = [*CONFIGS, *SHAPES]
 LAST = 3  # rounds of a warm-up that must be alike
+WARMUP_SECONDS = 30  # after which a warm-up ends, when it has had as many rounds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,9 @@ class Timed:
     device: str = flag("cuda", "where")
     rounds: int = flag(5, "of each measurement; the median counts", type=COUNT)
     warmup: int = flag(
-        12, "rounds before those that count, at most: until they are stable", type=COUNT_OR_0
+        12,
+        f"rounds before those that count, at most: until they are stable or {WARMUP_SECONDS} s old",
+        type=COUNT_OR_0,
     )
     stable: float = flag(
         0.03,
@@ -34,7 +37,7 @@ class Timed:
     )
     sizes: str = flag(
         "4b",
-        "of the model: 4b, 8b, internvl3-8b, sa2va-qwen3-4b, sa2va-qwen-7b = Sa2VA of these; "
+        "of the model: 1b, 4b, 8b, internvl3-8b, sa2va-qwen3-4b, sa2va-qwen-7b = Sa2VA of these; "
         "qwen-7b = Qwen2.5-VL-7B and SAM2 large, qwen3-4b = Qwen3-VL-4B and SAM2 large, for "
         "points; names with tiny = to try the code on a CPU",
         choices=SIZES,
@@ -75,12 +78,15 @@ class Timing(Warmth):
 
 
 def warm_up(one_round: Callable[[], dict[str, float]], options: Timed) -> Warmth:
-    """Run rounds, {work: seconds} each, until all works are `stable` or --warmup is over.
+    """Run rounds, {work: seconds} each, until all works are `stable` or the warm-up is over.
 
+    It is over after --warmup rounds, or WARMUP_SECONDS and LAST rounds.
     Of several ranks, of which all must come here, the slowest counts: so all take as many rounds.
     """
-    rounds = []
+    rounds, elapsed = [], 0.0
     while len(rounds) < options.warmup and not stable(rounds, options.stable):
+        if len(rounds) >= LAST and elapsed > WARMUP_SECONDS:
+            break
         # By the slowest rank, so that all ranks end the warm-up together.
         of_ranks = gather_objects(one_round())
         rounds.append(
@@ -89,6 +95,7 @@ def warm_up(one_round: Callable[[], dict[str, float]], options: Timed) -> Warmth
                 for name in of_ranks[0]
             }
         )
+        elapsed += sum(rounds[-1].values())
     return Warmth(len(rounds), stable(rounds, options.stable))
 
 

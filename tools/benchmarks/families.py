@@ -62,6 +62,13 @@ QWEN2_7B = dict(
     num_attention_heads=28,
     num_key_value_heads=4,
 )
+QWEN2_HALF_B = dict(
+    hidden_size=896,
+    intermediate_size=4864,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+)
 INTERNLM2_7B = dict(
     hidden_size=4096,
     intermediate_size=14336,
@@ -105,6 +112,7 @@ def of_qwen(base: dict, vocab_size: int, **top: dict | list[int]) -> dict:
 
 TINY_QWEN_VOCABULARY = qwen.TINY_TEXT_TOKENS + len(QWEN_ADDED)
 CONFIGS = {
+    "1b": CONFIG_4B | dict(llm_config=CONFIG_4B["llm_config"] | QWEN2_HALF_B),
     "4b": CONFIG_4B,
     "8b": of_internlm2(CONFIG_4B, INTERNLM2_7B),
     "internvl3-8b": of_internvl(CONFIG_4B, QWEN2_7B, "qwen_chat"),

@@ -25,6 +25,7 @@ from rl_train.grpo import group_advantages
 from rl_train.loggers.metrics import PhaseTimer, StepMetrics
 from rl_train.loss import MicroBatchLoss, iter_micro_batches, loss_denominators, reference_scores
 from rl_train.loss import ScoredRollout as TaskWork
+from rl_train.policies.quantize import quantize_linears
 from rl_train.policies.qwen_vl import QwenVLPolicy
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.rewards.combine import combine
@@ -38,7 +39,7 @@ from rl_train.train import clip_gradients
 from rl_train.utils.rng import RowRNG
 from sa2va_hf import Sa2VAProcessor
 from sa2va_hf.batches import ImageFeatures, Prompts
-from sa2va_hf.qwen_vl import QwenVLModel
+from sa2va_hf.qwen_vl import QwenVLModel, text_model
 from tools.benchmarks.common import Timed, Warmth, start_lora, warm_up
 from tools.benchmarks.families import CONFIGS, tokenizer_of
 from tools.benchmarks.lengths import Lengths, Request, check_lengths, wasted_fraction
@@ -337,6 +338,7 @@ def random_sa2va_policy(
     """Build Sa2VA of random weights."""
     sizes = CONFIGS[options.sizes]
     model = random_model(sizes, torch.device(options.device), config.run.seed)
+    quantize_base(model.language_model, config, options)
     tiles = {} if isinstance(model, QwenVLModel) else dict(max_tiles=config.policy.max_tiles)
     return (policy_class or ForcedPolicy)(
         model,
@@ -349,6 +351,12 @@ def random_sa2va_policy(
     )
 
 
+def quantize_base(language_model: torch.nn.Module, config: cli.Config, options: Options):
+    """Quantise the layers' linears if --quantize_base says so, as loading a checkpoint does."""
+    if config.policy.quantize_base:
+        quantize_linears(language_model.model.layers, config.policy.quantize_base, options.device)
+
+
 def random_points_policy(
     config: cli.Config,
     options: Options,
@@ -358,6 +366,7 @@ def random_points_policy(
     """Build Qwen2.5-VL and SAM2 of random weights."""
     shapes = SHAPES[options.sizes]
     model = random_points(shapes, torch.device(options.device), config.run.seed)
+    quantize_base(text_model(model.vlm), config, options)
     return (policy_class or ForcedPoints)(
         model,
         shapes.tokenizer(),
