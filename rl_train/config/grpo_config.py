@@ -226,7 +226,8 @@ class DataConfig:
     )
     max_prompt_length: int = flag(
         512,
-        "largest number of tokens of a caption in a prompt; samples with a longer one are left out",
+        "largest number of tokens of a caption in a prompt; a sample with a longer one is replaced "
+        "by another",
         type=COUNT,
     )
 

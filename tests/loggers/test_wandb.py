@@ -121,7 +121,7 @@ def test_the_document_names_curves_that_are(whole):
     page = (ROOT / "docs" / "your_checkpoint_and_data.md").read_text()
     curves = page.split("## Coming from TRL")[1].split("\n## ")[0]
     names = re.findall(r"^\| `([^`]+)`", curves, re.MULTILINE)
-    assert len(names) >= 10
+    assert len(names) >= 8
     for name in names:
         assert {name.replace("*", "1"), name.replace("*", "2")} <= there, name
 

@@ -42,10 +42,16 @@ def test_rounds_of_the_warm_up_do_not_count(works):
 
 
 def test_all_works_settle_before_any_counts(works):
-    both = works(a=[4] * 8, b=[4, 9, 4, 4, 4.1, 3, 2, 1])
+    both = works(a=[0.4] * 8, b=[0.4, 0.9, 0.4, 0.4, 0.41, 0.3, 0.2, 0.1])
     timings = timings_in_turns(both, OPTIONS)
     assert timings["b"].warmup_rounds == timings["a"].warmup_rounds == 5
-    assert (timings["a"].seconds, timings["b"].seconds) == (4, 2)
+    assert (timings["a"].seconds, timings["b"].seconds) == pytest.approx((0.4, 0.2))
+
+
+def test_slow_rounds_are_not_warmed_up_for_long(works):
+    """Three rounds at least, and no more than reach WARMUP_SECONDS."""
+    timing = timings_in_turns(works(a=[20, 19, 12, 1, 2, 3]), OPTIONS)["a"]
+    assert vars(timing) == dict(warmup_rounds=3, settled=False, seconds=2)
 
 
 def test_what_never_settles_says_so(works):
