@@ -83,6 +83,8 @@ def bootstrap(
     ratio of 0 to 0 are left out.
     """
     rng, rows = np.random.default_rng(seed), np.asarray(values, dtype=np.float64)
+    if len(rows) == 1:  # each resample is the row itself
+        num_resamples = 1
     with np.errstate(invalid="ignore"):  # a ratio of 0 to 0 is NaN
         resampled = [
             # Rows, not numbers: numerator and denominator of a ratio stay together.

@@ -72,3 +72,24 @@ def test_every_page_that_the_code_names_is_there():
     }
     assert len(named) > 10
     assert not [pair for pair in sorted(named) if not (ROOT / pair[1]).exists()]
+
+
+def test_the_workflow_runs_what_the_checks_run():
+    """Both begin from the README's installation; neither has a list of tests of its own."""
+    workflow = (ROOT / ".github" / "workflows" / "test.yml").read_text()
+    assert "pull_request" in workflow and "run: bash .ci/run\n" in workflow
+    checks = (ROOT / ".ci" / "run").read_text()
+    assert "source tools/environment.sh\n" in checks
+    assert checks.endswith("exec bash tools/run_tests.sh\n")
+
+
+def test_reasonseg_is_measured_as_it_was_published():
+    """No command or table row of a page measures ReasonSeg without the published protocol."""
+    commands = [
+        command
+        for page in (README, *PAGES)
+        for command in page.read_text().replace("\\\n", " ").splitlines()
+        if "tools.evaluate" in command and "--dataset reasonseg" in command
+    ]
+    assert len(commands) >= 2
+    assert all("--protocol visionreasoner" in command for command in commands)

@@ -25,6 +25,12 @@ def test_bootstrap_of_a_known_case():
     assert low == pytest.approx(0.40, abs=0.011) and high == pytest.approx(0.60, abs=0.011)
 
 
+def test_one_row_has_no_interval():
+    assert bootstrap(torch.tensor([0.25])) == (0.25, 0.25)
+    assert bootstrap(torch.tensor([[1.0, 4.0]])) == (0.25, 0.25)
+    assert paired_difference(torch.tensor([0.25]), torch.tensor([1.0])) == (0.75, 0.75, 0.75)
+
+
 def test_bootstrap_of_ciou_resamples_samples():
     equal = torch.tensor([[1.0, 2.0]] * 10)
     assert bootstrap(equal) == (0.5, 0.5)

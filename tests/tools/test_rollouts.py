@@ -18,7 +18,7 @@ from PIL import Image
 from rl_train.data import GraspAnyRegionDataset
 from rl_train.data.rle import decode_mask
 from rl_train.distributed.process_group import RankInfo
-from rl_train.loggers.pictures import small_mask
+from rl_train.loggers.pictures import PREDICTED, REGION, small_mask
 from rl_train.loggers.tensorboard import RunLogger
 from rl_train.loss import ScoredRollout
 from rl_train.points.parser import PointPrompt
@@ -364,6 +364,13 @@ def test_the_browser_draws_region_and_mask(run, tmp_path):
         assert bottom - top == pytest.approx(24 * scale, abs=2)
     assert box["mask"][0] - box["region"][0] == pytest.approx(36 * scale, abs=2)
     assert box["mask"][2] == pytest.approx(box["region"][2], abs=2)
+
+
+def test_contours_have_the_colors_of_the_other_pictures():
+    """Of which test_tensorboard.py shows that no scene has them."""
+    text = rollouts.TEMPLATE.read_text()
+    const = re.search(r'^const REGION = "#(\w{6})", FOUND = "#(\w{6})"', text, re.MULTILINE)
+    assert [tuple(bytes.fromhex(color)) for color in const.groups()] == [REGION, PREDICTED]
 
 
 @in_browser
