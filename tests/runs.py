@@ -15,7 +15,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from rl_train import train
 from rl_train.evaluation import evaluate
 from rl_train.loggers import tensorboard
-from rl_train.run import start as start_module
 from rl_train.tasks import DEFAULT_TASKS
 from rl_train.utils.command_line import SEE_HELP
 from tools.demo.make_demo import HELDOUT, TRAIN, write_split
@@ -47,8 +46,6 @@ def draw_data(folder: Path) -> Path:
 def on_one_core(monkeypatch):
     """Make in-process runs what the subprocesses are: on the CPU, with one thread, alone."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    # Of 32 captions, answered two at a time, each run would do little else.
-    monkeypatch.setattr(start_module, "CALIBRATION_SAMPLES", 8)
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     threads = torch.get_num_threads()

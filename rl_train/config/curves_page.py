@@ -115,7 +115,7 @@ CURVES: dict[str, dict[str, str]] = {
     },
     "RL: component of the reward, by `--reward_weights`": {
         "TASK/box_iou": "IoU of the boxes around mask and region",
-        "TASK/centre": "closeness of the centres of mask and region",
+        "TASK/centre": "closeness of the centres of the boxes of mask and region",
         "TASK/format": "form of the answer: thoughts in their tags (`--think`), keys of points",
         "TASK/matched": "IoU of masks and regions one by one, over the larger number",
         "TASK/missing": "regions without a mask",

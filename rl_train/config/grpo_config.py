@@ -476,7 +476,7 @@ class OptimConfig(UpdatesConfig):
         None,
         "decay of the teacher's moving average per update; at 0 the teacher is the policy, at 1 "
         "the initial model",
-        default_is="half of a change has arrived after a tenth of the run",
+        default_is="half of a change has reached the teacher after a tenth of the run",
         type=FRACTION,
     )
 

@@ -131,7 +131,7 @@ class ReferringSegmentation(SFTTask):
         )
         turns: int = flag(
             1,
-            "questions about one image in an example of masks, of which each region has its turn; "
+            "number of questions in an example of masks, each about another region of the image; "
             "Sa2VA's own training has 5",
             type=COUNT,
         )
