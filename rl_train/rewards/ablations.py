@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 COMPONENT = "ablation_reward"
 LOOP1, LOOP2, POINTS = "loop1", "loop2", "points"  # names of tasks
-REFERRING, CAPTIONING = "referring", "captioning"
+REFERRING, CAPTIONING, GROUNDED = "referring", "captioning", "gcg"
 DESCRIBES = (LOOP1, CAPTIONING)  # tasks whose answer is a caption
 SALIENT = "the most salient object"  # phrase that names nothing
 # Of the image's shorter side: distance of a negative point from the image's middle; its smallest
@@ -252,9 +252,11 @@ ABLATIONS = {
         fixed, "one caption of the data set is the target of all (loop 1: METEOR with it)"
     ),
     "other": Ablation(other, "region and caption of another sample of the batch are the target"),
-    "confidence": Ablation(confidence, "SAM2's confidence in the mask", MASKS),
+    "confidence": Ablation(confidence, "SAM2's confidence in the mask", (*MASKS, GROUNDED)),
     "majority": Ablation(
-        majority, "agreement with the other answers of the group", (*MASKS, CAPTIONING)
+        majority,
+        "agreement with the other answers of the group",
+        (*MASKS, CAPTIONING, GROUNDED),
     ),
     "no_image": Ablation(
         no_image, "the base's likelihood of the caption in a grey image", CAPTIONS

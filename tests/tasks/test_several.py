@@ -9,6 +9,7 @@ from pycocotools import mask as coco
 
 from rl_train.evaluation import gcg_metrics
 from rl_train.evaluation.cycle_metrics import measure_phrases
+from rl_train.rewards.ablations import AblationReward
 from rl_train.rewards.objects import match
 from rl_train.rewards.thinking import thinking_rewards
 from rl_train.rewards.weights import ComponentWeight
@@ -149,6 +150,28 @@ def test_grounded_captions_do_not_think(model, batch, images):
     assert all(GROUNDED_CAPTION in model.tokenizer.decode(ids) for ids in prompts.ids)
     with pytest.raises(ValueError, match="--think: is of segmentation, not of --tasks grounded"):
         build(model, "grounded_captioning", think=True)
+
+
+def test_cheap_rewards_of_grounded_captions(model, images, halves):
+    """SAM2's confidence of each answer, and the agreement of a group's masks."""
+    seg, word = model.model.seg_id, 5
+    words = [[seg, word, seg], [word, word, word], [seg, seg, word], [seg, word, word]]
+    rollout = said(model, images, halves, words)
+    task = build(model, "grounded_captioning", latent_std=4.0)
+    rollout.latents = task.action.draw(rollout, RowRNG(0, 0, 1, [0, 1, 2, 3], 1))
+    outcome = task.rewards(rollout)
+
+    def rewards(name, rows, outcome):
+        ablated = AblationReward(name)(task, rows, outcome, (0, 0))
+        return ablated.rewards["ablation_reward"].tolist()
+
+    confidence = rewards("confidence", rollout, outcome)
+    assert confidence == pytest.approx(outcome.mask_confidence)
+    assert confidence[1] == 0 < confidence[0]
+    first, last = outcome.masks[0], outcome.masks[3]
+    # Two groups of two answers: one of equal masks, one of masks that have nothing in common.
+    outcome = replace(outcome, masks=[first, first, last, ~last])
+    assert rewards("majority", replace(rollout, num_generations=2), outcome) == [1, 1, 0, 0]
 
 
 def test_grounded_captions_are_measured_mask_by_mask(model, batch, images, halves, monkeypatch):

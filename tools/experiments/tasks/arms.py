@@ -142,6 +142,8 @@ COMPARISONS = {
             "supervised": Arm("--tasks grounded_captions", supervised=True),
             "grounded_length": Arm(f"{GROUNDED} --ablation_reward length"),
             "grounded_fixed": Arm(f"{GROUNDED} --ablation_reward fixed"),
+            "grounded_confidence": Arm(f"{GROUNDED} --ablation_reward confidence"),
+            "grounded_majority": Arm(f"{GROUNDED} --ablation_reward majority"),
         },
     ),
     "thinking": Comparison(
@@ -154,6 +156,7 @@ COMPARISONS = {
         arms={
             "referring --think": Arm(THINK),
             "form alone": Arm(f"{THINK} --reward_weights referring.iou=0"),
+            "confidence": Arm(f"{THINK} --ablation_reward confidence"),
             "supervised": Arm(f"--tasks {THINKING}:ThinkingMasks --one_answer", supervised=True),
         },
     ),
