@@ -135,7 +135,7 @@ COMPARISONS = {
         flags="--dataset gcg",
         tokens=64,
         base="grounded",
-        rates=("3e-4",),
+        rates=RATES[1:],
         metrics=("gcg_matched", "gcg_miou", "gcg_meteor", "gcg_recall"),
         arms={
             "grounded_captioning": Arm(GROUNDED),
@@ -151,7 +151,7 @@ COMPARISONS = {
         flags="",
         tokens=48,
         base="thinking",
-        rates=("3e-4",),
+        rates=RATES[1:],
         metrics=("seg_iou", "form"),
         arms={
             "referring --think": Arm(THINK),
