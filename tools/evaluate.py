@@ -103,6 +103,9 @@ def measures_of(policy: Policy, args: Namespace) -> dict[str, Callable]:
     if args.protocol:
         return dict(measure=measure_of_protocol(policy, args))
     if policy.family == Sa2VAPolicy.family:
+        if args.dataset == "gcg":  # captions with masks, not phrases
+            refuse_caption_flags(args, "--dataset gcg")
+            return dict(measure=gcg_metrics.measure)
         if args.think:
             return dict(measure=partial(measure_phrases, wording=THINK_FIRST))
         return {}
@@ -117,16 +120,19 @@ def measures_of(policy: Policy, args: Namespace) -> dict[str, Callable]:
     return dict(measure=task.measure, measure_samples=task.measure_samples)
 
 
+def refuse_caption_flags(args: Namespace, owner: str):
+    """Raise ValueError if a flag asks for metrics of captions beside those of the flag `owner`."""
+    captions = ("best_of", "attributes", "legacy_cleaner", "distractors")
+    if caption_flags := [name for name in captions if getattr(args, name)]:
+        raise ValueError(f"--{caption_flags[0]}: not with {owner}, of its own metrics alone")
+
+
 def measure_of_protocol(policy: Policy, args: Namespace) -> Callable:
     """Return `EvalSpec`'s measure of --protocol, and prepare the policy for it.
 
     Raises ValueError if a flag or the model does not belong to it.
     """
-    captions = ("best_of", "attributes", "legacy_cleaner", "distractors")
-    if caption_flags := [name for name in captions if getattr(args, name)]:
-        raise ValueError(
-            f"--{caption_flags[0]}: not with --protocol {args.protocol}, of its own metrics alone"
-        )
+    refuse_caption_flags(args, f"--protocol {args.protocol}")
     if args.protocol in OF_SA2VA:
         if policy.family != Sa2VAPolicy.family:
             raise ValueError(f"--protocol {args.protocol}: --model_path is of points")

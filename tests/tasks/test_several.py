@@ -208,3 +208,12 @@ def test_grounded_captions_are_trained_and_measured(tmp_path, one_core):
     means = json.loads((output / "evaluation" / "step_1.json").read_text())["means"]
     names = ("gcg_ap50", "gcg_miou", "gcg_recall", "gcg_meteor", "gcg_matched", "gcg_masks")
     assert all(0 <= means[name] <= 12 for name in names)
+    # The checkpoint alone is measured as the run measured it.
+    words = ["--model_path", output / "checkpoint_step_1", "--data_dir", tmp_path / "data"]
+    words += ["--dataset", "gcg", "--num_samples", 2, "--max_completion_length", 12]
+    words += ["--dtype", "float32", "--output", tmp_path / "again.json"]
+    evaluate.main(list(map(str, words)))
+    again = json.loads((tmp_path / "again.json").read_text())["means"]
+    assert {name: again[name] for name in names} == {name: means[name] for name in names}
+    with pytest.raises(SystemExit, match="--best_of: not with --dataset gcg, of its own metrics"):
+        evaluate.main([*map(str, words), "--best_of", "2"])
