@@ -144,6 +144,7 @@ COMPARISONS = {
             "grounded_fixed": Arm(f"{GROUNDED} --ablation_reward fixed"),
             "grounded_confidence": Arm(f"{GROUNDED} --ablation_reward confidence"),
             "grounded_majority": Arm(f"{GROUNDED} --ablation_reward majority"),
+            "grounded_shuffled": Arm(f"{GROUNDED} --ablation_reward shuffled"),
         },
     ),
     "thinking": Comparison(
