@@ -27,7 +27,8 @@ Qwen-VL, which answers with box and points, and SAM2; of a checkpoint its run's 
 `--protocol visionreasoner` measures gIoU and cIoU as Seg-Zero's and VisionReasoner's own
 evaluations do (docs/points.md). `--protocol sa2va` measures cIoU and gIoU as Sa2VA's own evaluation
 does (docs/evaluation.md): its question, up to 12 tiles, its rounding of SAM2's mean and std;
-`--protocol sa2va_captions` measures CIDEr and METEOR of captions of RefCOCOg's regions. Else
+`--protocol sa2va_captions` measures CIDEr and METEOR of captions of RefCOCOg's regions.
+`--dataset gcg` measures grounded captions, as a run of that task does. Else
 pixels are normalised as in training, phrases are asked and cleaned as there, and captions and
 cycles are measured too.
 

@@ -135,7 +135,7 @@ COMPARISONS = {
         flags="--dataset gcg",
         tokens=64,
         base="grounded",
-        rates=RATES[1:],
+        rates=("3e-4", "1e-3"),
         metrics=("gcg_matched", "gcg_miou", "gcg_meteor", "gcg_recall"),
         arms={
             "grounded_captioning": Arm(GROUNDED),
@@ -152,7 +152,7 @@ COMPARISONS = {
         flags="",
         tokens=48,
         base="thinking",
-        rates=RATES[1:],
+        rates=("3e-4", "1e-3"),
         metrics=("seg_iou", "form"),
         arms={
             "referring --think": Arm(THINK),
