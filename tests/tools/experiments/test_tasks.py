@@ -72,7 +72,7 @@ def test_the_base_of_several_is_taught_the_phrases_that_name_something(tmp_path,
     runs = runs_of(tmp_path)
     runs.make_data({"several"})
     dataset = GraspAnyRegionDataset(runs.data / "several" / "train")
-    named = runs.lists["named"].read_text().split()
+    named = runs.lists("several")["named"].read_text().split()
     assert 0 < len(named) < len(dataset)
     for i in range(len(dataset)):
         assert (dataset.image_id(i) in named) == bool(len(dataset[i]["objects"]))

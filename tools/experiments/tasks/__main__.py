@@ -27,6 +27,7 @@ from tools.experiments.tasks.data import write_grounded, write_several
 from tools.experiments.tasks.table import markdown, of_comparison
 
 SCENES = {"train": 400, "heldout": 80}
+GROUNDED_SCENES = {"train": 400, "heldout": 800}  # a sample a scene
 BEST_FRACTION = 0.5  # of the ranked samples, which --sample_list keeps
 
 
@@ -35,15 +36,19 @@ class Runs:
 
     def __init__(self, args: argparse.Namespace):
         self.args, self.folder = args, args.work_dir.resolve()
-        self.data, self.ranks = self.folder / "data", self.folder / "ranks"
-        # Of --sample_list: the phrases that name something, the ranked ones, and their best.
-        self.lists = dict(
-            named=self.data / "named.txt",
-            some=self.ranks / "some.txt",
-            best=self.ranks / "best.jsonl",
-        )
+        self.data = self.folder / "data"
         self.pool = ThreadPoolExecutor(args.jobs)  # threads only wait
         self.until = time.monotonic() + args.seconds
+
+    def lists(self, name: str) -> dict[str, Path]:
+        """Return files for --sample_list of a comparison, by the names that arms.py has.
+
+        The phrases that name something; the ranked samples, and the better half of these.
+        """
+        ranks = self.folder / "ranks" / name
+        return dict(
+            named=self.data / "named.txt", some=ranks / "some.txt", best=ranks / "best.jsonl"
+        )
 
     def command(self, name: str, module: str, words: list[str], done: Path) -> str | None:
         """Run a module unless `done` is there; return what went wrong."""
@@ -51,7 +56,7 @@ class Runs:
             return None
         if time.monotonic() > self.until:
             return f"{name}: not begun within --seconds"
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
         log = self.folder / "logs" / f"{name}.txt"
         log.parent.mkdir(parents=True, exist_ok=True)
         began, line = time.monotonic(), [sys.executable, "-m", module, *words]
@@ -67,15 +72,16 @@ class Runs:
         """Draw the data sets that are not there."""
         if "demo" in folders:
             make_demo.main(["--output_dir", str(self.data / "demo")])
-        for name, write in (("several", write_several), ("grounded", write_grounded)):
+        writers = dict(several=(write_several, SCENES), grounded=(write_grounded, GROUNDED_SCENES))
+        for name, (write, num_scenes) in writers.items():
             if name in folders and not (self.data / name).exists():
                 unfinished = self.data / f"{name}.part"
-                write(unfinished, 0, SCENES)
+                write(unfinished, 0, num_scenes)
                 unfinished.rename(self.data / name)
         if "several" in folders:
             dataset = GraspAnyRegionDataset(self.data / "several" / "train")
             some = [i for i in range(len(dataset)) if len(dataset[i]["objects"])]
-            write_ids(self.lists["named"], dataset, some)
+            write_ids(self.lists("several")["named"], dataset, some)
 
     def data_words(self, comparison: Comparison) -> list[str]:
         """Return the flags of a comparison's data."""
@@ -94,7 +100,7 @@ class Runs:
         words += [*self.data_words(comparison), *SFT.replace("size 8", "size 16").split()]
         words += ["--eval_steps", "0", "--merge_at_end", "policy", *base.flags.split()]
         words += ["--max_steps", str(self.args.base_steps or base.steps), "--resume", "auto"]
-        words = [word.format(**self.lists) for word in words]
+        words = [word.format(**self.lists(comparison.base)) for word in words]
         done = output / "final_model" / "README.md"
         return self.command(f"base_{comparison.base}", "rl_train.sft", words, done)
 
@@ -103,19 +109,22 @@ class Runs:
             return str(make_demo.SHIPPED_CHECKPOINT)
         return str(self.folder / "bases" / comparison.base / "final_model")
 
-    def rank(self, comparison: Comparison, base: Future[str | None]) -> str | None:
-        """Rank the training samples by the base's rewards, for --sample_list."""
+    def rank(self, name: str, base: Future[str | None]) -> str | None:
+        """Rank the training samples of a comparison by its base's rewards, for --sample_list."""
         if fault := base.result():
             return fault
-        folder, dataset = self.ranks, GraspAnyRegionDataset(self.data / comparison.data / "train")
-        folder.mkdir(exist_ok=True)
+        comparison, lists = COMPARISONS[name], self.lists(name)
+        dataset = GraspAnyRegionDataset(self.data / comparison.data / "train")
+        folder = lists["some"].parent
+        folder.mkdir(parents=True, exist_ok=True)
         stride = -(-len(dataset) // self.args.ranked_samples)
-        write_ids(self.lists["some"], dataset, range(0, len(dataset), stride))
+        write_ids(lists["some"], dataset, range(0, len(dataset), stride))
         words = ["--model_path", self.model(comparison), *self.data_words(comparison)]
-        words += ["--sample_list", str(self.lists["some"])]
-        words += [*RANK.split(), "--output", str(folder / "ranks.jsonl"), "--seed", "50"]
-        words += ["--best", str(self.lists["best"]), "--best_fraction", str(BEST_FRACTION)]
-        return self.command("rank", "tools.rank_samples", words, self.lists["best"])
+        words += ["--sample_list", str(lists["some"]), *RANK.split()]
+        words += ["--max_completion_length", str(comparison.tokens)]
+        words += ["--output", str(folder / "ranks.jsonl"), "--seed", "50"]
+        words += ["--best", str(lists["best"]), "--best_fraction", str(BEST_FRACTION)]
+        return self.command(f"rank_{name}", "tools.rank_samples", words, lists["best"])
 
     def arm(
         self, name: str, arm_name: str, rate: str, seed: int, needs: list[Future[str | None]]
@@ -131,7 +140,7 @@ class Runs:
         words += ["--max_steps", str(steps), "--eval_steps", str(comparison.eval_steps)]
         words += ["--save_steps", "1000", "--merge_at_end", "none"]
         words += ["--resume", "auto"]  # of a run that was broken off
-        words = [word.format(**self.lists) for word in words]
+        words = [word.format(**self.lists(name)) for word in words]
         done = output / "evaluation" / f"step_{steps}.json"
         return self.command("-".join(output.parts[-4:]), arm.module, words, done)
 
@@ -147,18 +156,18 @@ class Runs:
         # Bases and the ranking come first: the pool takes jobs in order, so that no job waits for
         # one that has not begun.
         bases = {base: self.pool.submit(self.base, of) for base, of in by_base.items()}
-        jobs: list[Future[str | None]] = [*bases.values()]
-        ranking = COMPARISONS["ranking"]
-        ranked = None
-        if "ranking" in names:
-            ranked = self.pool.submit(self.rank, ranking, bases[ranking.base])
-            jobs.append(ranked)
+        ranked = {
+            name: self.pool.submit(self.rank, name, bases[COMPARISONS[name].base])
+            for name in names
+            if COMPARISONS[name].ranks
+        }
+        jobs: list[Future[str | None]] = [*bases.values(), *ranked.values()]
         # Those that need no base first, then those that wait for it.
-        ordered = sorted(names, key=lambda name: (name == "ranking", COMPARISONS[name].base))
+        ordered = sorted(names, key=lambda name: (name in ranked, COMPARISONS[name].base))
         for seed in self.args.seeds:
             for name in ordered:
                 comparison, needs = COMPARISONS[name], [bases[COMPARISONS[name].base]]
-                needs += [ranked] if name == "ranking" else []
+                needs += [ranked[name]] if name in ranked else []
                 for rate in comparison.rates:
                     for arm in comparison.arms:
                         jobs.append(self.pool.submit(self.arm, name, arm, rate, seed, needs))

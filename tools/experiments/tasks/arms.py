@@ -57,6 +57,11 @@ class Comparison:
     rates: tuple[str, ...] = RATES
     eval_steps: int = 0
 
+    @property
+    def ranks(self) -> bool:
+        """Whether its arms train on samples that `tools.rank_samples` ranked."""
+        return self.arms is RANKING_ARMS
+
 
 # Answers every phrase with [SEG], as a published Sa2VA does: see README.md.
 NAMED = (
@@ -83,6 +88,13 @@ WITH_MASK_TERM = "--tasks referring --text_hidden_fcs_lr 1e-3"
 ONE_OR_NONE = f"{WITH_MASK_TERM} {POLICY_TERM}"
 GROUNDED = f"--tasks grounded_captioning {POLICY_TERM}"
 THINK = f"{REFERRING} --think"
+RANKING_ARMS = {  # {some}: ranked samples; {best}: the better half of them
+    "all samples": Arm(f"{REFERRING} --sample_list {{some}}"),
+    "--sample_list": Arm(f"{REFERRING} --sample_list {{best}}"),
+    "--resample_equal_groups 2": Arm(
+        f"{REFERRING} --resample_equal_groups 2 --sample_list {{some}}"
+    ),
+}
 COMPARISONS = {
     "referring": Comparison(
         data="demo",
@@ -122,6 +134,8 @@ COMPARISONS = {
             "referring, mask term": Arm(WITH_MASK_TERM),
             # Equal rewards would leave out the step, and the term with it.
             "mask term, shuffled reward": Arm(f"{WITH_MASK_TERM} --ablation_reward shuffled"),
+            "mask term, confidence": Arm(f"{WITH_MASK_TERM} --ablation_reward confidence"),
+            "mask term, majority": Arm(f"{WITH_MASK_TERM} --ablation_reward majority"),
             "supervised": Arm(MASKS, supervised=True),
             "referring_confidence": Arm(f"{ONE_OR_NONE} --ablation_reward confidence"),
             "referring_matched": Arm(
@@ -169,13 +183,16 @@ COMPARISONS = {
         rates=("3e-4",),
         metrics=("seg_iou", "n_acc", "t_acc"),
         eval_steps=10,
-        arms={
-            "all samples": Arm(f"{REFERRING} --sample_list {{some}}"),
-            "--sample_list": Arm(f"{REFERRING} --sample_list {{best}}"),
-            "--resample_equal_groups 2": Arm(
-                f"{REFERRING} --resample_equal_groups 2 --sample_list {{some}}"
-            ),
-        },
+        arms=RANKING_ARMS,
+    ),
+    "ranking_demo": Comparison(
+        data="demo",
+        flags="--distractors",
+        tokens=24,
+        rates=("3e-4",),
+        metrics=("seg_iou", "seg_on_target"),
+        eval_steps=10,
+        arms=RANKING_ARMS,
     ),
 }
-RANK = f"{LORA} --batch_size 16 --num_generations 8 {REFERRING} --max_completion_length 40"
+RANK = f"{LORA} --batch_size 16 --num_generations 8 {REFERRING}"
