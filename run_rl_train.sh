@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Train Sa2VA by reinforcement learning. The only launcher: `bash run_rl_train.sh --help`.
-# It deletes nothing. Exit status: rl_train/distributed/launch.py.
+# It deletes nothing but a run's own older checkpoints (--save_total_limit), and says so.
+# Exit status: rl_train/distributed/launch.py.
 set -euo pipefail
 cd "$(dirname "$0")"
 

@@ -39,6 +39,7 @@ class EntryPoint:
     configs: dict[str, type]  # those whose flags it has; the others keep their defaults
     tasks: dict[str, type]
     default_tasks: tuple[str, ...]  # the default of --tasks
+    output: str = "--output_dir O"  # as its usage names it
 
 
 GRPO = EntryPoint(
@@ -55,7 +56,7 @@ def build_parser(tasks: dict[str, type], program: EntryPoint = GRPO) -> FlagPars
     families = {task.family for task in tasks.values()}
     parser = FlagParser(
         program.name,
-        usage=f"{program.name} --model_path M --data_dir D --output_dir O [flags below]",
+        usage=f"{program.name} --model_path M --data_dir D {program.output} [flags below]",
         parents=[tasks_parser(program)],
         description=program.description,
         epilog="The flags of another task are listed by --tasks TASK --help.",

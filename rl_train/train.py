@@ -144,6 +144,8 @@ def train_and_evaluate(run: Run, signals: SignalHandler, loop: Callable = train)
         evaluator.measure_base(state, logger)
         if not roles_to_keep(config.task_classes, config.samples_answers):
             state.roles.copies.clear()  # the initial weights of a resumed run
+        if state.step == run.max_steps:
+            print0(f"nothing is left to train: the run is at step {state.step} of {run.max_steps}")
         if not signals.agreed and evaluator.missing(state.step):
             evaluator(state, logger)
         if not signals.agreed:

@@ -275,6 +275,7 @@ def test_it_learns_what_it_is_shown(data, tmp_path):
     out = run(data, tmp_path, max_steps=14, batch_size=4, learning_rate=3e-3)
     values = list(curve(out, "masks/text_loss").values())
     assert np.mean(values[-4:]) < 0.8 * np.mean(values[:4])
+    assert not (out / "rollouts").exists()  # no answer was sampled
 
 
 def test_points_are_taught_in_the_form_that_is_asked_for(data, tmp_path):

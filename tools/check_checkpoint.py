@@ -192,7 +192,8 @@ def check_answers(
     text = "; ".join(texts)
     if faults:
         raise CheckFailed(f"{', '.join(faults)}. {text}", answers)
-    return text, answers
+    judged = "each ends, with a mask where one is asked for; whether it is right is yours to see"
+    return f"{judged}: {text}", answers
 
 
 def reads_regions(model: Sa2VAModel) -> bool:

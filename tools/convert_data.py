@@ -30,6 +30,7 @@ from rl_train.data.split import picture_keys
 from rl_train.run.messages import data_report
 from rl_train.utils.command_line import FlagParser, run_program
 from rl_train.utils.io import check_writable, read_json, write_json
+from rl_train.utils.text import counted
 from tools.gar_writer import write_shard
 
 ROWS_PER_SHARD = 500
@@ -211,7 +212,7 @@ def convert(args: Namespace):
         tqdm.write(f"left out: {reason}: {count} ({', '.join(ids[:NUM_PLACES])}{more})")
     num_regions = len(dataset) - progress.reasons().total()
     sizes = ", ".join(f"{name} {len(part)}" for name, part in parts.items() if name)
-    tqdm.write(f"{output}: {num_regions} regions" + (f" (of {sizes})" if sizes else ""))
+    tqdm.write(f"{output}: {counted(num_regions, 'region')}" + (f" (of {sizes})" if sizes else ""))
     folder = output / "train" if args.heldout_fraction else output
     tqdm.write(f"look at them: python -m tools.inspect_data --data_dir {folder} --output sheet.png")
 

@@ -41,7 +41,7 @@ import json
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -66,7 +66,7 @@ from rl_train.evaluation import (
     referring_metrics,
     region_captions,
 )
-from rl_train.evaluation.bootstrap import metrics_of
+from rl_train.evaluation.bootstrap import means, metrics_of
 from rl_train.evaluation.cycle_metrics import measure_phrases
 from rl_train.evaluation.evaluate import EvalResult, EvalSpec, evaluate, record
 from rl_train.evaluation.table import before_after_table
@@ -253,11 +253,13 @@ def add_caption_columns(result: EvalResult, legacy_cleaner: bool):
     result.values["caption_cider"] = cider(one_each, result.captions)
 
 
-def table(result_json: dict) -> str:
-    """Means and intervals of a `record`, as text."""
+def table(result_json: dict, leave_out: Container[str] = ()) -> str:
+    """Means and intervals of a `record`, as text, without the metrics `leave_out`."""
     lines = [f"{'n = ' + str(result_json['num_samples']):20s} {'mean':>8s}   95 % interval"]
     descriptions = metrics_of(result_json["values"])
     for metric, mean in result_json["means"].items():
+        if metric in leave_out:
+            continue
         interval = result_json["intervals"].get(metric)
         words = "[{:.4f}, {:.4f}]".format(*interval) if interval else ""
         lines.append(f"{metric:20s} {mean:8.4f}   {words:20s} {descriptions[metric]}")
@@ -327,7 +329,9 @@ def run(args: Namespace, ranks: RankInfo):
         result.values |= region_captions.score(whole, result.image_ids, result.captions)
     flags = flags_that_count(args, policy.family)
     result_json = record(result, flags)
-    print_result(result_json, result, dataset, args)
+    # Metrics that --before has too stand in the table of differences alone.
+    in_table = means(before["values"]) if before else ()
+    print_result(result_json, result, dataset, args, in_table)
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(result_json))
@@ -376,9 +380,16 @@ def flags_that_count(args: Namespace, family: str) -> dict:
     }
 
 
-def print_result(result_json: dict, result: EvalResult, dataset: Dataset, args: Namespace):
-    """Print the metrics, and notes on the samples."""
-    print0(table(result_json))
+def print_result(
+    result_json: dict,
+    result: EvalResult,
+    dataset: Dataset,
+    args: Namespace,
+    leave_out: Container[str],
+):
+    """Print the metrics but those to leave out, and notes on the samples."""
+    if not result_json["means"].keys() <= set(leave_out):
+        print0(table(result_json, leave_out))
     if args.protocol == "visionreasoner":
         print0(points_protocol_sentence(args, result.values, result_json["means"]))
     elif args.protocol == "sa2va" and args.dataset != "gcg":  # whose table has all its figures

@@ -43,6 +43,7 @@ from rl_train.rollout import Batch
 from rl_train.tasks.base import TaskContext
 from rl_train.tasks.point_segmentation import PointSegmentation
 from rl_train.utils.command_line import FlagParser, run_program
+from rl_train.utils.text import counted
 from sa2va_hf.prompts import DESCRIBE
 from tools.evaluate_flags import flags_of_run
 from tools.gar_writer import encode_mask
@@ -294,8 +295,7 @@ def predict(args: argparse.Namespace):
     elif args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         draw_frame(asked, answers, 0).save(args.output)
-        count = len(answers[0].masks)
-        masks = f"{count} mask{'s' * (count != 1)} of the answer"
+        masks = f"{counted(len(answers[0].masks), 'mask')} of the answer"
         masks = "the masks of both" if args.compare else masks
         print(f"{args.output}: {args.image} with {masks}")
 
@@ -343,7 +343,8 @@ def save_frames(folder: Path, asked: Question, answers: list[Answer]):
     folder.mkdir(parents=True, exist_ok=True)
     for frame in range(len(asked.frames)):
         draw_frame(asked, answers, frame).save(folder / f"{frame + 1:04d}.png")
-    print(f"{folder}: {len(asked.frames)} frames with their masks")
+    masks = "with their masks" if any(answer.masks for answer in answers) else "without a mask"
+    print(f"{folder}: {len(asked.frames)} frames {masks}")
 
 
 def beside(pictures: list[Image.Image]) -> Image.Image:
@@ -367,6 +368,7 @@ def serve(args: argparse.Namespace):
     image = args.image and open_image("--image", args.image).convert("RGB")
     models = []
     for path in filter(None, (args.model_path, args.compare)):
+        print(f"loading {path}", flush=True)
         policy = open_model(path, args)
         if policy.family != Sa2VAPolicy.family:
             raise ValueError(f"--serve: the page asks a Sa2VA, and {path} is of {policy.family}")

@@ -113,7 +113,17 @@ def serve(models: list[PictureModel], image: Image.Image | None, port: int, shar
 
     Raises ValueError that names the flag if the port is taken.
     """
+    page = Page(models).build(image)
     try:
-        Page(models).build(image).launch(server_name="127.0.0.1", server_port=port, share=share)
+        # What gradio prints names its own arguments, which are no flags here.
+        _, address, public = page.launch(
+            server_name="127.0.0.1",
+            server_port=port,
+            share=share,
+            quiet=True,
+            prevent_thread_lock=True,
+        )
     except OSError as error:
         raise ValueError(f"--port {port}: is taken, name another one") from error
+    print(f"the page: {address}" + (f", {public}" if public else "") + " (Ctrl+C ends it)")
+    page.block_thread()

@@ -103,6 +103,7 @@ RANK = cli.EntryPoint(
     ),
     TASKS,
     DEFAULT_TASKS,
+    output="--output FILE",
 )
 
 

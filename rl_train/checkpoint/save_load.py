@@ -226,6 +226,7 @@ def remove_oldest(output_dir: str | Path, total_limit: int):
         remove_folder(unfinished)  # half removed it must not look whole
         record.folders.remove(old.name)
         record.write(output)
+        print0(f"removed {old} (--save_total_limit {total_limit})")
 
 
 def clean_output_dir(output_dir: str | Path, start: int, total_limit: int):

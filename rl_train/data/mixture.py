@@ -11,6 +11,7 @@ from torch.utils.data import Subset
 from rl_train.data.base import RegionDataset
 from rl_train.data.distractors import unwrap_subset
 from rl_train.data.images import Encoded
+from rl_train.utils.text import counted
 
 
 class MixtureDataset:
@@ -146,8 +147,8 @@ class MixtureSampler:
         for name, members, weight in zip(self.names, self.members, self.weights):
             passes = weight * size * num_steps / len(members)
             lines.append(
-                f"{name}: {len(members)} regions, {weight:.1%} of all prompts: {weight * size:.1f} "
-                f"of a step's {size}, {passes:.2f} passes in {num_steps} steps"
+                f"{name}: {counted(len(members), 'region')}, {weight:.1%} of all prompts: "
+                f"{weight * size:.1f} of a step's {size}, {passes:.2f} passes in {num_steps} steps"
             )
         return "\n".join(lines)
 

@@ -41,6 +41,7 @@ from rl_train.roles import Roles
 from rl_train.rollout import Batch
 from rl_train.run.signals import SignalHandler
 from rl_train.utils.io import DamagedFile, read_json, write_json
+from rl_train.utils.text import counted
 
 # An evaluation has one answer a prompt and no gradient, so its batches can be larger.
 TRAIN_BATCHES_PER_EVAL_BATCH = 2
@@ -245,8 +246,8 @@ class Evaluator:
         self.values[step] = policy.values
         metrics = [means(result.values) for result in results.values()]
         when = f"after step {step}" if step else "before training"
-        num_samples = len(policy.image_ids)
-        print0(f"evaluation {when}, {num_samples} samples: {main_figures(metrics[0])}")
+        samples = counted(len(policy.image_ids), "sample")
+        print0(f"evaluation {when}, {samples}: {main_figures(metrics[0])}")
         if teacher:
             print0(f"evaluation {when}, the teacher: {main_figures(metrics[1])}")
         if not step:

@@ -78,7 +78,7 @@ def before_after_table(
 def constant_value(before: torch.Tensor, after: torch.Tensor) -> float | None:
     """Return the value that a metric has on every sample before and after; None if there is none.
 
-    Of a single sample only 0 and 1 count.
+    Of a single sample nothing is constant.
 
     Args:
         before, after: (n,) or (n, 2), see `rows_of`.
@@ -88,7 +88,7 @@ def constant_value(before: torch.Tensor, after: torch.Tensor) -> float | None:
     # The only value that all samples can have: that of their sums.
     value = (numerators.sum() / denominators.sum()).item()
     is_constant = torch.equal(numerators, value * denominators)
-    return value if is_constant and (value in (0, 1) or len(before) > 1) else None
+    return value if is_constant and len(before) > 1 else None
 
 
 def is_accuracy(

@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.utils.tensorboard import SummaryWriter
@@ -43,13 +43,12 @@ class RunLogger:
     ):
         folder, self.start = Path(output_dir) / "rollouts", start
         self.folder, self.writer = Path(output_dir) / "tensorboard", None
+        self.rollout_file, self.jsonl = folder / f"rank{ranks.rank}.jsonl", None
         with wrap_write_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
             for number in range(ranks.rank, num_files or ranks.world_size, ranks.world_size):
                 file = folder / f"rank{number}.jsonl"
                 if file.is_file():
                     os.truncate(file, end_of_lines_before(start, file))
-            self.jsonl = (folder / f"rank{ranks.rank}.jsonl").open("ab")
         if ranks.is_main:
             with wrap_write_errors(self.folder):
                 # Points of step `start` stay: its checkpoint was saved after them.
@@ -90,9 +89,15 @@ class RunLogger:
             line |= {"unparsed": reason for reason, rows in outcome.unparsed.items() if rows[row]}
             line |= _masks(outcome, row)
             lines.append(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
-        with wrap_write_errors(self.jsonl.name):
+        with wrap_write_errors(self.rollout_file):
+            if self.jsonl is None:  # supervised training has no rollouts
+                self.jsonl = self._open_rollouts()
             self.jsonl.write("".join(lines).encode(errors="backslashreplace"))  # lone surrogates
             self.jsonl.flush()  # nothing waits in a buffer: these lines outlive a kill
+
+    def _open_rollouts(self) -> BinaryIO:
+        self.rollout_file.parent.mkdir(parents=True, exist_ok=True)
+        return self.rollout_file.open("ab")
 
     def pictures(self, step: int, scored: ScoredRollout, policy: Policy, count: int = 3):
         """Log pictures of the first `count` rows of the group whose rewards differ most."""
@@ -139,8 +144,9 @@ class RunLogger:
         if self.writer:
             with wrap_write_errors(self.folder):
                 self.writer.close()
-        with wrap_write_errors(self.jsonl.name):  # tries again what a full disk has refused
-            self.jsonl.close()
+        if self.jsonl:
+            with wrap_write_errors(self.rollout_file):  # tries again what a full disk has refused
+                self.jsonl.close()
 
 
 # {section: metric}. A section has the metric's chart of each task, side by side.

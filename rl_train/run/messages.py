@@ -19,6 +19,7 @@ from rl_train.data.dataset_flags import eval_entry
 from rl_train.data.errors import Report
 from rl_train.distributed.process_group import RankInfo, print0
 from rl_train.run.memory_estimate import GIB
+from rl_train.utils.text import counted
 
 LARGE_FOR_A_CPU = 1_000_000_000  # parameters
 FROZEN = " (frozen)"  # suffix of a frozen part in `parameter_counts`
@@ -45,7 +46,7 @@ def machine(ranks: RankInfo) -> str:
     if ranks.device.type == "cuda":
         device = torch.cuda.get_device_name(ranks.device)
     else:
-        device = f"CPU, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
+        device = f"CPU, {counted(torch.get_num_threads(), 'thread')}"
     return f"device: {device}; {ranks.world_size} process{'es' * (ranks.world_size > 1)}"
 
 
@@ -108,9 +109,9 @@ def data_report(label: str, report: Report) -> str:
     reasons = ", ".join(f"{reason}: {count:,d}" for reason, count in skipped.items())
     resized = report.get("resized_masks")
     return (
-        f"{label}: {report['kept']:,d} regions of {report['rows']:,d} rows; "
+        f"{label}: {counted(report['kept'], 'region')} of {counted(report['rows'], 'row')}; "
         + (f"skipped {sum(skipped.values()):,d} ({reasons})" if skipped else "none skipped")
-        + (f"; {resized:,d} masks are resized to their image" if resized else "")
+        + (f"; resized to their image: {counted(resized, 'mask')}" if resized else "")
     )
 
 

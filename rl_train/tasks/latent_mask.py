@@ -78,8 +78,9 @@ class LatentMaskAction(LatentAction):
         if self.sigma == "auto":
             self.sigma = calibrate_sigma(calibration, factor)
             print0(
-                f"--latent_std auto: {self.sigma:.3g}, at which sampled masks have a mean IoU of "
-                f"{SIGMA_IOU} with the unsampled one"
+                f"--latent_std auto: {self.sigma:.3g}, at which masks sampled for "
+                f"{len(torch.cat(embeddings))} captions have a mean IoU of {SIGMA_IOU} with the "
+                "unsampled ones"
             )
         self.load_state_dict(dict(sigma=self.sigma, factor=factor))
 

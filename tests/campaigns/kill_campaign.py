@@ -156,13 +156,8 @@ def die_at(operation: int, output: Path, board: Board, torn: bool):
         if (opened or name in changes) and str(args[0]).startswith(prefix):
             count()
 
-    open_log, board[1] = tensorboard.RunLogger.__init__, 0
-
-    def opened(log, *args, **kwargs):
-        open_log(log, *args, **kwargs)
-        log.jsonl = Appended(log.jsonl, count)
-
-    tensorboard.RunLogger.__init__ = opened
+    open_rollouts, board[1] = tensorboard.RunLogger._open_rollouts, 0
+    tensorboard.RunLogger._open_rollouts = lambda log: Appended(open_rollouts(log), count)
     sys.addaudithook(hook)
 
 

@@ -216,6 +216,7 @@ def test_a_run_of_an_earlier_version_goes_on_with_a_warning(data, begun, tmp_pat
     assert "checkpoint_step_1 does not say on which data it was trained" in said
     assert "checkpoint_best, checkpoint_step_1 are taken for this run's own" in said
     assert [f.name for f in save_load.list_checkpoints(output)] == ["checkpoint_step_2"]
+    assert f"removed {output / 'checkpoint_step_1'} (--save_total_limit 1)" in said
 
 
 def test_a_resume_before_the_first_checkpoint_compares_too(data, begun, tmp_path):

@@ -160,7 +160,9 @@ def test_resume_with_a_second_rate_and_a_calibrated_sigma(data, tmp_path, capsys
     # measured once, then kept: neither model nor data are asked
     printed = capsys.readouterr().out
     assert printed.count("--latent_std auto: ") == 1
-    assert re.search("auto: .*, at which sampled masks have a mean IoU of 0.5 with the", printed)
+    sentence = r"auto: .*, at which masks sampled for \d+ captions have a mean IoU of 0.5 with the"
+    assert re.search(sentence, printed)
+    assert printed.count("nothing is left to train: the run is at step 2 of 2") == 1
 
 
 def test_resume_before_the_first_checkpoint_starts_over(data, whole, tmp_path):

@@ -119,7 +119,7 @@ def test_of_a_subset_the_rest_is_shared_out_and_what_has_no_rest_is_named():
     assert shares.count(drawn.tolist()) == dict(s0=3, s1=9) and set(drawn) == {0, 1, 2}
     lines = shares.describe(4, 3).split("\n")
     assert lines[0] == (
-        "s0: 1 regions, 25.0% of all prompts: 1.0 of a step's 4, 3.00 passes in 3 steps"
+        "s0: 1 region, 25.0% of all prompts: 1.0 of a step's 4, 3.00 passes in 3 steps"
     )
     assert lines[1].startswith("s1: 2 regions, 75.0%") and "4.50 passes" in lines[1]
     with pytest.raises(ValueError, match="--data_mixture: no region of s0 is left to train on"):

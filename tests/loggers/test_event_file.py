@@ -69,6 +69,7 @@ def test_files_of_the_user_stay_as_they_are(tmp_path):
     """A copied file and one that is no event file neither change nor stop a resume."""
     path = write(tmp_path, 0, (0, 1, 2), 1.0)
     lines = tmp_path / "rollouts"
+    lines.mkdir()
     kept = {
         path: path.read_bytes(),
         path.with_name("events.out.tfevents.backup"): b"no record",

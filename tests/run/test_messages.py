@@ -62,7 +62,7 @@ def test_what_was_read_and_what_was_skipped():
     report = dict(kept=1200, rows=1300, skipped={"no mask": 3, "no image": 2}, resized_masks=4)
     assert messages.data_report("train", report) == (
         "train: 1,200 regions of 1,300 rows; skipped 5 (no mask: 3, no image: 2); "
-        "4 masks are resized to their image"
+        "resized to their image: 4 masks"
     )
     whole = dict(kept=2, rows=2, skipped={}, resized_masks=0)
     assert messages.data_report("train", whole) == "train: 2 regions of 2 rows; none skipped"

@@ -7,9 +7,12 @@ import sys
 
 import pytest
 
+from rl_train import cli
+from rl_train.sft import SFT
 from rl_train.utils.command_line import default_note
 from tests.runs import ENVIRONMENT, FRAGMENT, ROOT
 from tools import check_checkpoint, convert_data, evaluate_flags, predict
+from tools.rank_samples import RANK
 
 COMMANDS = ["rl_train.train", "rl_train.sft", "tools.evaluate", "tools.export", "tools.predict"]
 
@@ -81,3 +84,11 @@ def test_a_missing_command_is_named(program, words, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / "tools" / f"{program}.py"), run_name="__main__")
     assert ended.value.code == 2 and words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("program", [cli.GRPO, SFT, RANK], ids=lambda program: program.name)
+def test_the_usage_names_the_flags_that_are_required(program):
+    tasks = {name: program.tasks[name] for name in program.default_tasks}
+    parser = cli.build_parser(tasks, program)
+    named = set(re.findall(r"--\w+", parser.usage))
+    assert named == {a.option_strings[0] for a in parser._actions if a.required}

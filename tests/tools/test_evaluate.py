@@ -137,6 +137,7 @@ def test_the_difference_to_an_earlier_file(data, base, trained, tmp_path, capsys
     (left_out,) = [line.partition(": ")[2] for line in against if line.startswith("left out")]
     constant = [words.split()[0] for words in left_out.split(", ")]
     assert {line.split()[0] for line in rows} | set(constant) == set(MEASURED)
+    assert not [line for line in lines if "  mean   95 %" in line]  # no mean stands there twice
     for line in rows:
         assert "+0.0000" in line and ("[+0.0000, +0.0000]" in line or "caption_distinct" in line)
     found = measured(data, tmp_path, before=base, model_path=trained)
@@ -172,7 +173,8 @@ def test_measures_that_flags_ask_for(data, base, tmp_path, capsys):
     hits, ious = found["values"]["seg_on_target"], found["values"]["seg_iou"]
     assert any(hits) and all(iou > 0 for hit, iou in zip(hits, ious) if hit)
     printed = capsys.readouterr().out
-    assert "\nbest_of_G_cycle_iou " in printed and "--best_of was 0, now 2" in printed
+    assert "\nbest_of_G_cycle_iou " in printed and "\ncycle_iou " not in printed
+    assert "--best_of was 0, now 2" in printed
 
 
 def test_two_ranks_share_the_samples(data, base, tmp_path, monkeypatch, capsys):

@@ -140,7 +140,13 @@ def test_the_frames_of_a_video(tmp_path, capsys):
     names = sorted(file.name for file in output.iterdir())
     assert names == ["0001.png", "0002.png", "0003.png"]
     changed = np.asarray(Image.open(output / "0003.png")) != np.asarray(frames[2])
-    assert np.array_equal(changed.any(-1), drawn[2]) and written.startswith(f"{output}: 3 frames")
+    assert (
+        np.array_equal(changed.any(-1), drawn[2])
+        and written == f"{output}: 3 frames with their masks"
+    )
+    argv = [*argv[:-3], "What is this?", "--output", tmp_path / "plain"]
+    *_, mask, written = answer(capsys, *argv, "--max_completion_length", 1)
+    assert mask == "the answer has no mask" and written.endswith(": 3 frames without a mask")
 
 
 def test_a_model_that_is_asked_about_one_picture(picture, scenes):

@@ -221,7 +221,10 @@ def verdict(own: dict[str, Gain], rivals: dict[str, list[Gain]]) -> list[str]:
 def print_rivals(run: Path):
     """Print the table of a finished run, and write it into its folder."""
     ranks = process_group.init()
-    print0("measuring what untrained changes of the base gain: some minutes")
+    print0(
+        "measuring what untrained changes of the base gain, about a minute; they have regions of "
+        "their own, and fit the noise of sampled masks to these"
+    )
     try:
         text = compared(run, ranks.device)
     finally:
