@@ -40,6 +40,8 @@ class EntryPoint:
     tasks: dict[str, type]
     default_tasks: tuple[str, ...]  # the default of --tasks
     output: str = "--output_dir O"  # as its usage names it
+    prefix: str = "rl_train"  # of its errors
+    leaves_out_training: bool = False  # --config of a run gives it the flags that it has
 
 
 GRPO = EntryPoint(
@@ -64,6 +66,9 @@ def build_parser(tasks: dict[str, type], program: EntryPoint = GRPO) -> FlagPars
     )
     for config_class, title in config_classes(tasks, program).items():
         add_flags(parser, config_class, title, families)
+    if program.leaves_out_training:
+        instead = "is of training alone, leave it out"
+        parser.elsewhere |= {f"--{name}": instead for name in training_flags(parser)}
     return parser
 
 
@@ -139,12 +144,19 @@ def parse(argv: list[str] | None = None, program: EntryPoint = GRPO) -> Config:
             taken = Taken(saved.file, ("tasks",), "")
         tasks = {name: load_task(name, program.tasks) for name in names}
         parser = build_parser(tasks, program)
-        taken = take_saved(parser, saved, argv) if saved else None
+        without_use = training_flags(parser) if program.leaves_out_training else set()
+        taken = take_saved(parser, saved, argv, without_use) if saved else None
         args = parser.parse_args(argv)
         del args.config
         return replace(checked(args, tasks, program), taken=taken)
     except ValueError as error:
-        raise SystemExit(f"rl_train: {with_origin(str(error), taken)}") from error
+        raise SystemExit(f"{program.prefix}: {with_origin(str(error), taken)}") from error
+
+
+def training_flags(parser: FlagParser) -> set[str]:
+    """Return the names of the flags of `rl_train.train` that a parser does not have."""
+    fields = [field for config in CONFIG_CLASSES.values() for field in flag_fields(config)]
+    return {f.name for f in fields} - {action.dest for action in parser._actions}
 
 
 def with_origin(sentence: str, taken: Taken | None) -> str:
@@ -163,7 +175,7 @@ def parse_together(argv: list[str] | None = None, program: EntryPoint = GRPO) ->
         with fail_together():
             return parse(argv, program)
     except RankError as error:
-        raise SystemExit(only_local_rank0(f"rl_train: {error}")) from error
+        raise SystemExit(only_local_rank0(f"{program.prefix}: {error}")) from error
 
 
 def checked(args: argparse.Namespace, tasks: dict[str, type], program: EntryPoint) -> Config:

@@ -203,7 +203,8 @@ def reads_regions(model: Sa2VAModel) -> bool:
 
 def describe_answer(answer: dict) -> str:
     """Return an answer's words, and the IoU of its first mask with the circle."""
-    words = answer["text"] if len(answer["text"]) <= 80 else answer["text"][:77] + "..."
+    text = answer["text"]
+    words = text if len(text) <= 80 else f"{text[:50]} .. {text[-26:]}"
     if not answer["masks"]:
         return repr(words)
     mask = decode_mask(answer["masks"][0])[0]

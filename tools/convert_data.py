@@ -185,7 +185,10 @@ def convert(args: Namespace):
     output = args.output
     check_writable("--output", output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"--output {output} is not empty: name another folder")
+        raise ValueError(
+            f"--output {output} is not empty: name another folder (a conversion that was stopped "
+            f"lies in {output}.unfinished, a finished one in {output})"
+        )
     is_eval = args.dataset not in DATASETS
     dataset = opener_of(args.dataset, args.subsets, args.image_root, is_eval)(args.data_dir)
     report = dataset.report()
@@ -214,7 +217,9 @@ def convert(args: Namespace):
     sizes = ", ".join(f"{name} {len(part)}" for name, part in parts.items() if name)
     tqdm.write(f"{output}: {counted(num_regions, 'region')}" + (f" (of {sizes})" if sizes else ""))
     folder = output / "train" if args.heldout_fraction else output
-    tqdm.write(f"look at them: python -m tools.inspect_data --data_dir {folder} --output sheet.png")
+    tqdm.write(
+        f"look at them: python -m tools.inspect_data --data_dir {folder} --output outputs/sheet.png"
+    )
 
 
 def main(argv: Sequence[str] | None = None):

@@ -14,6 +14,7 @@ too easy or too hard. The same command goes on where it was stopped.
 
 import json
 import math
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -93,7 +94,8 @@ class RankConfig:
 
 RANK = cli.EntryPoint(
     "python -m tools.rank_samples",
-    "Rank training samples by the rewards of a model's answers; flags are those of a run.",
+    "Rank training samples by the rewards of a model's answers. --config outputs/rl takes a run's "
+    "flags.",
     dict(
         policy=PolicyConfig,
         data=DataConfig,
@@ -104,6 +106,8 @@ RANK = cli.EntryPoint(
     TASKS,
     DEFAULT_TASKS,
     output="--output FILE",
+    prefix="rank_samples",
+    leaves_out_training=True,
 )
 
 
@@ -225,17 +229,35 @@ def rank(run: Run, output: Path) -> list[Line]:
     chunks = [missing[start : start + size] for start in range(0, len(missing), size)]
     own = [chunk[ranks.rank * B : (ranks.rank + 1) * B] for chunk in chunks]
     batches = lines_of_batches(run, [indices for indices in own if indices])
+    G = run.config.rollout.num_generations
+    print0(
+        f"{len(missing):,d} of {len(ids):,d} samples to ask, {G} answers each for every task; if "
+        "you stop it, the same command continues"
+    )
     hidden = None if ranks.is_main else True  # None: no bar where there is no terminal
+    began, num_asked = time.perf_counter(), 0
     with tqdm(total=len(ids), initial=len(ids) - len(missing), disable=hidden) as progress:
         for chunk, indices in zip(chunks, own, strict=True):
             lines_of_ranks = gather_objects(next(batches) if indices else [])
             progress.update(len(chunk))
+            num_asked += len(chunk)
+            if ranks.is_main and is_tenth(num_asked, len(chunk), len(missing)):
+                minutes = (
+                    (time.perf_counter() - began) / num_asked * (len(missing) - num_asked) / 60
+                )
+                tqdm.write(f"{num_asked:,d} of {len(missing):,d}, {minutes:.0f} minutes left")
             lines = [line for lines in lines_of_ranks for line in lines]
             done += lines
             if ranks.is_main:
                 with output.open("a") as file:
                     file.writelines(json.dumps(line) + "\n" for line in lines)
     return done
+
+
+def is_tenth(num_asked: int, num_new: int, num_all: int) -> bool:
+    """Return whether the newest samples are the first ones, or complete another tenth of all."""
+    num_before = num_asked - num_new
+    return not num_before or 10 * num_asked // num_all > 10 * num_before // num_all
 
 
 def write_best(lines: list[Line], file: Path, fraction: float):

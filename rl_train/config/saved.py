@@ -5,7 +5,7 @@ JSON as in a run's config.json, or YAML of `flag: value`.
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,8 +94,13 @@ def given_flags(parser: FlagParser, argv: Sequence[str]) -> set[str]:
     return {a.dest for name, a in parser._option_string_actions.items() if name in words}
 
 
-def take_saved(parser: FlagParser, saved: SavedFlags, argv: Sequence[str]) -> Taken:
+def take_saved(
+    parser: FlagParser, saved: SavedFlags, argv: Sequence[str], without_use: Container[str] = ()
+) -> Taken:
     """Let a file's values be the defaults of the parser, where the command line has no other.
+
+    Args:
+        without_use: flags of a run that this program does not have, and that it leaves out.
 
     Raises:
         ValueError: a key is no flag, or a value is wrong; names the file and the flag.
@@ -120,6 +125,8 @@ def take_saved(parser: FlagParser, saved: SavedFlags, argv: Sequence[str]) -> Ta
             except (argparse.ArgumentError, ValueError) as error:
                 faults.append(plain(str(error)))
         elif key in REMOVED and value == REMOVED[key][0]:
+            continue
+        elif key in without_use:
             continue
         elif "tasks" in given and f"--{key}" in parser.elsewhere and key not in REMOVED:
             left_out.append(f"{key} (of another task)")

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers import (
     Sam2Config,
     Sam2Model,
 )
+from transformers.utils import logging as transformers_logging
 
 from rl_train.config.grpo_config import PolicyConfig
 from rl_train.utils.io import read_json
@@ -171,6 +173,8 @@ def _load(
         ValueError: a file is missing or damaged, or holds other weights than the config asks for.
     """
     find_keys(Path(path))  # reads the header of every file, and names a damaged one
+    if not sys.stderr.isatty():  # a bar of a line each in a log
+        transformers_logging.disable_progress_bar()
     model, info = model_class.from_pretrained(
         path,
         config=config,

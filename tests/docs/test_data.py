@@ -20,15 +20,15 @@ def test_own_data_in_ten_lines(tmp_path, monkeypatch):
     assert 0 < len([line for line in TEN_LINES.splitlines() if line.strip()]) <= 10
     mask = np.zeros((30, 40), dtype=np.uint8)
     mask[5:20, 8:30] = 255
-    mine = tmp_path / "data" / "mine"
-    mine.mkdir(parents=True)
+    mine = tmp_path / "my_data"
+    mine.mkdir()
     for number in range(2):
         Image.new("RGB", (40, 30), (90 * number, 0, 0)).save(mine / f"{number}.jpg")
         Image.fromarray(mask).save(mine / f"{number}.png")
         (mine / f"{number}.txt").write_text(f"Region {number}.\n")
     monkeypatch.chdir(tmp_path)
     exec(TEN_LINES, {})
-    dataset = GraspAnyRegionDataset("data/my_regions")
+    dataset = GraspAnyRegionDataset("my_data/regions")
     assert [dataset[i]["caption"] for i in range(len(dataset))] == ["Region 0.", "Region 1."]
     assert (
         all(np.array_equal(dataset[i]["mask"], mask > 0) for i in range(2))

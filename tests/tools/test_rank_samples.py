@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from rl_train import cli
 from rl_train.data.gar import GraspAnyRegionDataset
 from rl_train.data.sample_list import listed_samples
 from tests.ranks import forked
@@ -115,3 +116,20 @@ def test_unscored_rewards_have_no_mean():
     assert line == dict(image_id="a", task="loop1", mean=0.75, variance=0.125, num_scored=2)
     line = rank_samples.line_of("a", "loop1", rewards * torch.nan)
     assert (line["mean"], line["variance"], line["num_scored"]) == (None, None, 0)
+
+
+def test_it_takes_the_flags_of_a_run(data, few, ranked, tmp_path, capsys):
+    """Those of training alone are left out of its --config, and named on a command line."""
+    config = cli.parse(flags(data, tmp_path / "run", sample_list=few, **SHORT))
+    (tmp_path / "config.json").write_text(json.dumps(config.flags, default=str))
+    taken = ["--config", str(tmp_path / "config.json"), "--output", str(tmp_path / "o.jsonl")]
+    rank_samples.main(taken)
+    assert (tmp_path / "o.jsonl").read_bytes() == ranked.read_bytes()
+    said = capsys.readouterr()
+    assert f"5 of 5 samples to ask, {G} answers each for every task" in said.out
+    assert "5 of 5, 0 minutes left" in said.out + said.err
+    with pytest.raises(SystemExit, match="--max_steps: is of training alone, leave it out"):
+        rank_samples.main([*taken, "--max_steps", "4"])
+    (tmp_path / "config.json").write_text(json.dumps({"learning_rat": 1}))
+    with pytest.raises(SystemExit, match="^rank_samples: .*--learning_rat: no such flag"):
+        rank_samples.main(taken)

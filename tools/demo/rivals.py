@@ -46,7 +46,7 @@ VARIANTS = ("threshold of the mask", "one area for all")  # of `masks.variants_o
 TITLES = {"cycle_iou": "cycle IoU", "seg_iou": "IoU of a true caption's mask"}
 # The bases' mistakes are injected, so no table of untrained causes can say more.
 SHOWS = """What this shows: the loop working, not learning. The base's mistakes were put in by hand,
-and a run whose reward is a cheap cause gains as much (docs/results.md, docs/points.md)."""
+and training by a cheap reward gains as much (docs/results.md, docs/points.md)."""
 SHOWS_NOTHING = "What this shows: nothing yet, no metric is shown to rise."
 FILE = "rivals.txt"  # in the run's folder
 
