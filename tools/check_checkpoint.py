@@ -378,7 +378,8 @@ def start_steps(
         config = cli.parse([*words, *flags])
         run = start_run(config, process_group.init())
     counts = [weight.numel() for weight in run.state.policy.trainable.values()]
-    return f"{sum(counts):,d} weights train; {len(run.data.train_set)} samples", run
+    samples = "samples" if args.data_dir else "drawn samples"
+    return f"{sum(counts):,d} weights train; {len(run.data.train_set)} {samples}", run
 
 
 # The program

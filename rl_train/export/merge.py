@@ -112,7 +112,9 @@ def preferred_role(folder: Path) -> str:
     metrics = dict(policy=evaluation["means"], teacher=evaluation["teacher"]["means"])
     scores = {role: selection_score(means, names) for role, means in metrics.items()}
     best = max(scores, key=scores.get)
-    shown = ", ".join(f"{role} {score:.4f}" for role, score in scores.items())
+    alike = len({f"{score:.4f}" for score in scores.values()}) == 1
+    digits = 8 if alike else 4  # of equal scores the policy's counts
+    shown = ", ".join(f"{role} {score:.{digits}f}" for role, score in scores.items())
     chosen = metrics_for_best(evaluation["means"], names)
     score = f"the mean of {' and '.join(chosen)}" if len(chosen) > 1 else chosen[0]
     print0(f"merging the {best}, by {score} on the evaluation split: {shown}")

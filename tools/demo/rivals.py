@@ -222,8 +222,8 @@ def print_rivals(run: Path):
     """Print the table of a finished run, and write it into its folder."""
     ranks = process_group.init()
     print0(
-        "measuring what untrained changes of the base gain, about a minute; they have regions of "
-        "their own, and fit the noise of sampled masks to these"
+        "measuring what untrained changes of the base gain, about a minute; the noise of their "
+        "sampled masks is fitted anew, to the training regions that choose the changes"
     )
     try:
         text = compared(run, ranks.device)
