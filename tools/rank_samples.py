@@ -15,7 +15,7 @@ too easy or too hard. The same command goes on where it was stopped.
 import json
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -95,7 +95,7 @@ class RankConfig:
 RANK = cli.EntryPoint(
     "python -m tools.rank_samples",
     "Rank training samples by the rewards of a model's answers. --config outputs/rl takes a run's "
-    "flags.",
+    "flags. On several GPUs: torchrun.",
     dict(
         policy=PolicyConfig,
         data=DataConfig,
@@ -269,8 +269,18 @@ def write_best(lines: list[Line], file: Path, fraction: float):
     best = by_variance[: max(math.floor(fraction * len(by_variance)), 1)]
     rows = [json.dumps(dict(image_id=name, variance=variances[name])) for name in best]
     file.write_text("\n".join(rows) + "\n")
-    useless = sum(variances[name] == 0 for name in best)
-    print0(f"{file}: {len(best)} of {len(variances)} samples, {useless} of them without variance")
+    print0(
+        f"{file}: {len(best)} of {len(variances)} samples, those whose variances have the largest "
+        f"sum over tasks; without variance {equal_groups(lines, best)}"
+    )
+
+
+def equal_groups(lines: list[Line], image_ids: list[str]) -> str:
+    """Return how many of some samples have no variance in each task: "loop1 1 of 5, .."."""
+    numbers, listed = Counter(), set(image_ids)
+    for line in lines:
+        numbers[line["task"]] += line["image_id"] in listed and not line["variance"]
+    return ", ".join(f"{task} {number} of {len(image_ids)}" for task, number in numbers.items())
 
 
 def build_run(config: Config, ranks: RankInfo) -> Run:
@@ -319,8 +329,8 @@ def main(argv: list[str] | None = None):
         lines = rank(run, output)
         if not ranks.is_main:
             return
-        num_equal = sum(not line["variance"] for line in lines)
-        print0(f"{output}: {len(lines)} groups, {num_equal} of them without variance")
+        ids = list(dict.fromkeys(line["image_id"] for line in lines))
+        print0(f"{output}: without variance {equal_groups(lines, ids)} samples")
         if best:
             write_best(lines, best, config.run.best_fraction)
     except ValueError as error:  # the user's input: one sentence, no traceback

@@ -110,6 +110,13 @@ def test_the_best_are_those_that_vary(data, ranked, tmp_path):
     assert {samples[k]["image_id"] for k in range(len(samples))} == set(expected)
 
 
+def test_groups_without_variance_are_counted_for_each_task():
+    groups = [("a", "loop1", 0.0), ("a", "loop2", 0.1), ("b", "loop1", None), ("b", "loop2", 0.2)]
+    lines = [dict(image_id=i, task=task, variance=v) for i, task, v in groups]
+    assert rank_samples.equal_groups(lines, ["a", "b"]) == "loop1 2 of 2, loop2 0 of 2"
+    assert rank_samples.equal_groups(lines, ["a"]) == "loop1 1 of 1, loop2 0 of 1"
+
+
 def test_unscored_rewards_have_no_mean():
     rewards = torch.tensor([0.5, torch.nan, 1.0])
     line = rank_samples.line_of("a", "loop1", rewards)
