@@ -59,7 +59,7 @@ class Comparison:
 
     @property
     def ranks(self) -> bool:
-        """Whether its arms train on samples that `tools.rank_samples` ranked."""
+        """Return whether its arms train on samples that `tools.rank_samples` ranked."""
         return self.arms is RANKING_ARMS
 
 
