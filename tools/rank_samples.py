@@ -285,6 +285,8 @@ def equal_groups(lines: list[Line], image_ids: list[str]) -> str:
 
 def build_run(config: Config, ranks: RankInfo) -> Run:
     """Build what rolls out as a run's first step does, or as the step after --checkpoint."""
+    if config.taken:
+        print0(config.taken.sentence)
     config = replace(config, policy=download_models(config.policy))
     check_model(config.policy, families_of(config.task_classes))
     require_wordnet()

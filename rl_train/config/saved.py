@@ -112,6 +112,7 @@ def take_saved(
     }
     given = given_flags(parser, argv)
     values, keys, left_out, faults = {}, {}, [], []
+    num_without_use = 0
     for key, value in saved.values.items():
         if key in NOT_TAKEN:
             left_out += [f"{key} {value}"] if value not in (None, False) else []
@@ -127,7 +128,7 @@ def take_saved(
         elif key in REMOVED and value == REMOVED[key][0]:
             continue
         elif key in without_use:
-            continue
+            num_without_use += 1
         elif "tasks" in given and f"--{key}" in parser.elsewhere and key not in REMOVED:
             left_out.append(f"{key} (of another task)")
         elif key.removeprefix("no-") in actions:
@@ -144,6 +145,7 @@ def take_saved(
     sentence = f"--config {saved.file}: {len(taken)} flags are its"
     sentence += f"; of the command line: {', '.join(replaced)}" if replaced else ""
     sentence += f"; not taken: {', '.join(left_out)}" if left_out else ""
+    sentence += f"; {num_without_use} of training alone are left out" if num_without_use else ""
     return Taken(saved.file, tuple(taken), sentence)
 
 

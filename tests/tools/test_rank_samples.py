@@ -1,6 +1,7 @@
 """tools.rank_samples: its lines are a run's own rewards, it goes on, and its list is trained on."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -135,6 +136,9 @@ def test_it_takes_the_flags_of_a_run(data, few, ranked, tmp_path, capsys):
     said = capsys.readouterr()
     assert f"5 of 5 samples to ask, {G} answers each for every task" in said.out
     assert "5 of 5, 0 minutes left" in said.out + said.err
+    assert re.search(
+        r"config.json: \d+ flags are its.*; \d+ of training alone are left out", said.out
+    )
     with pytest.raises(SystemExit, match="--max_steps: is of training alone, leave it out"):
         rank_samples.main([*taken, "--max_steps", "4"])
     (tmp_path / "config.json").write_text(json.dumps({"learning_rat": 1}))

@@ -159,7 +159,7 @@ class Runs:
         ranked = {
             name: self.pool.submit(self.rank, name, bases[COMPARISONS[name].base])
             for name in names
-            if COMPARISONS[name].ranks
+            if COMPARISONS[name].uses_ranking
         }
         jobs: list[Future[str | None]] = [*bases.values(), *ranked.values()]
         # Those that need no base first, then those that wait for it.

@@ -58,7 +58,7 @@ class Comparison:
     eval_steps: int = 0
 
     @property
-    def ranks(self) -> bool:
+    def uses_ranking(self) -> bool:
         """Return whether its arms train on samples that `tools.rank_samples` ranked."""
         return self.arms is RANKING_ARMS
 
