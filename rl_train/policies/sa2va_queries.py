@@ -16,6 +16,7 @@ from rl_train.rewards.iou import mask_confidence
 from rl_train.rollout import Batch
 from sa2va_hf.batches import ImageFeatures
 from sa2va_hf.processing_sa2va import upsample_masks
+from sa2va_hf.prompts import SEGMENT
 from sa2va_hf.to_device import to_device
 
 ROWS_AT_ONCE = 64  # rows of one forward of the teacher
@@ -58,13 +59,17 @@ def segment_by_own_answer(
     image_index: Sequence[int],
     captions: list[str],
     max_new_tokens: int,
+    wording: str = SEGMENT,
 ) -> tuple[RowMasks, torch.Tensor, torch.Tensor]:
     """Return the masks that the model's own greedy answers give captions[p].
+
+    Args: wording: of the question, with {x} for the phrase.
 
     Returns:
         `row_masks`, the p of each [SEG] (M,), and prompt embeddings (M, D).
     """
-    prompts = policy.segment_prompts(images, image_index, captions)
+    wordings = [wording] * len(captions)
+    prompts = policy.segment_prompts(images, image_index, captions, wordings)
     completions, _ = policy.complete(images, prompts, 1, max_new_tokens)
     rows, means = policy.mask_embeddings(completions)
     segmented = row_masks(policy, images, prompts.image_index, rows.tolist(), means)

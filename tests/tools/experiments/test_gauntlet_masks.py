@@ -18,7 +18,8 @@ from tools.experiments.gauntlet.masks import (
 
 def answered(logits, captions=("a", "b")) -> Answered:
     regions = SimpleNamespace(parts=[(SimpleNamespace(captions=list(captions)), None)])
-    return Answered(regions, 0, [0, 1], None, logits)
+    masks = [each > 0 for each in logits]
+    return Answered(regions, 0, [0, 1], None, masks, logits)
 
 
 def pixels(filled, count=16) -> torch.Tensor:

@@ -84,35 +84,37 @@ def sample_scores(
     regions: Regions, task: CaptionMaskCaption, num_generations: int
 ) -> dict[str, torch.Tensor]:
     """Return {score: (n, G)} of G masks that the base samples: rewards, measures, cheap scores."""
-    policy, G, parts = regions.policy, num_generations, []
+    G, parts = num_generations, []
     for batch, features in tqdm(regions.parts, desc="sampled masks", leave=False, disable=None):
         rollout = sampled(regions, task, batch, features, G)
-        rewards, masks = task.rewards(rollout).rewards, rollout.latents.masks
-        captions, rows = rollout.of_rows(batch.captions), list(range(len(batch)))
-        salient = segment_generated(
-            policy, features, rows, [SALIENT] * len(rows), regions.tokens
-        ).masks
-        blank = regions.blank_features()
-        prior = caption_likelihood(policy, blank, [0] * len(masks), masks, captions, regions.tokens)
+        rewards = task.rewards(rollout).rewards
+        scores = {name: rewards[name] for name in (REWARD, "likelihood", "iou")}
         parts.append(
-            {name: rewards[name] for name in (REWARD, "likelihood", "iou")}
-            | dict(
-                found=rewards["on_target"],
-                confidence=torch.tensor(rollout.latents.confidence),
-                area=torch.tensor([mask.float().mean().item() for mask in masks]),
-                majority=group_iou(masks, G),
-                **{
-                    "the most salient object": mask_iou(masks, rollout.of_rows(salient)).cpu(),
-                    "the part named in the phrase": torch.tensor(
-                        [fraction_in_named_part(mask, text) for mask, text in zip(masks, captions)]
-                    ),
-                    "likelihood without image": prior.cpu(),
-                },
-            )
+            scores | dict(found=rewards["on_target"]) | cheap_scores(regions, rollout, features)
         )
     regions.check()
     return {
         name: torch.cat([part[name] for part in parts]).double().view(-1, G) for name in parts[0]
+    }
+
+
+def cheap_scores(
+    regions: Regions, rollout: Rollout, features: "ImageFeatures"
+) -> dict[str, torch.Tensor]:
+    """Return {score: (N,)} of sampled masks, of which none looks at the true one."""
+    policy, batch, masks = regions.policy, rollout.batch, rollout.latents.masks
+    captions, rows = rollout.of_rows(batch.captions), list(range(len(batch)))
+    salient = segment_generated(policy, features, rows, [SALIENT] * len(rows), regions.tokens).masks
+    blank = regions.blank_features()
+    prior = caption_likelihood(policy, blank, [0] * len(masks), masks, captions, regions.tokens)
+    in_part = [fraction_in_named_part(mask, text) for mask, text in zip(masks, captions)]
+    return {
+        "confidence": torch.tensor(rollout.latents.confidence),
+        "area": torch.tensor([mask.float().mean().item() for mask in masks]),
+        "majority": group_iou(masks, rollout.num_generations),
+        "the most salient object": mask_iou(masks, rollout.of_rows(salient)).cpu(),
+        "the part named in the phrase": torch.tensor(in_part),
+        "likelihood without image": prior.cpu(),
     }
 
 

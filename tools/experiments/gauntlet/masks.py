@@ -5,7 +5,7 @@ phrase names by its position, and the mask of a phrase that names nothing ("the 
 object").
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -37,6 +37,7 @@ class Answered:
     part: int  # of the regions, whose batch it is
     seg_rows: list[int]  # rows of the M [SEG]
     embeddings: torch.Tensor  # (M, D)
+    masks: list[torch.Tensor]  # B (H, W) bool
     logits: list[torch.Tensor]  # B (H, W), -inf without [SEG]
 
     @property
@@ -62,13 +63,14 @@ def scale(value: float) -> Variant:
 
 def one_area(fraction: float) -> Variant:
     """Return the variant whose masks are the highest logits of a fraction of the image."""
+    return lambda answered: [highest_part(logits, fraction) for logits in answered.logits]
 
-    def mask(logits: torch.Tensor) -> torch.Tensor:
-        count = max(round(fraction * logits.numel()), 1)
-        # The smallest of the `count` largest; at least that, where logits are equal.
-        return (logits >= logits.flatten().topk(count).values[-1]) & logits.isfinite()
 
-    return lambda answered: [mask(logits) for logits in answered.logits]
+def highest_part(logits: torch.Tensor, fraction: float) -> torch.Tensor:
+    """Return the mask (H, W) of the highest of logits (H, W), a fraction of the image."""
+    count = max(round(fraction * logits.numel()), 1)
+    # The smallest of the `count` largest; at least that, where logits are equal.
+    return (logits >= logits.flatten().topk(count).values[-1]) & logits.isfinite()
 
 
 def in_named_part(bonus: float) -> Variant:
@@ -119,25 +121,34 @@ def variants_of(training: Regions) -> dict[str, dict[str, Variant]]:
 
 
 @torch.no_grad()
+def own_answers(regions: Regions, part: int) -> Answered:
+    """Return the base's greedy answers to the captions of a part of the regions."""
+    policy, (batch, features) = regions.policy, regions.parts[part]
+    segmented, seg_rows, embeddings = segment_by_own_answer(
+        policy, features, range(len(batch)), batch.captions, regions.tokens, regions.wording
+    )
+    rows = seg_rows.tolist()
+    logits = row_logits(policy, features, rows, embeddings)
+    return Answered(regions, part, rows, embeddings, segmented.masks, logits)
+
+
+@torch.no_grad()
 def measure_variants(regions: Regions, variants: dict[str, Variant]) -> dict[str, Measures]:
-    """Return {variant: its measures on all regions}, with the base's own masks as UNCHANGED."""
-    measured = {name: dict(iou=[], found=[]) for name in (UNCHANGED, *variants)}
-    for part, (batch, features) in enumerate(
-        tqdm(regions.parts, desc="masks", leave=False, disable=None)
-    ):
-        policy, rows = regions.policy, list(range(len(batch)))
-        segmented, seg_rows, embeddings = segment_by_own_answer(
-            policy, features, rows, batch.captions, regions.tokens
-        )
-        logits = row_logits(policy, features, seg_rows.tolist(), embeddings)
-        answered = Answered(regions, part, seg_rows.tolist(), embeddings, logits)
-        targets = [mask.to(policy.device) for mask in batch.masks]
+    """Return {variant: its measures on all regions}, with the base's own masks as UNCHANGED.
+
+    Measures are "iou", 1 where mask and region are empty, and "found" if other objects are known.
+    """
+    measured = {name: defaultdict(list) for name in (UNCHANGED, *variants)}
+    for part, (batch, _) in enumerate(tqdm(regions.parts, desc="masks", leave=False, disable=None)):
+        answered = own_answers(regions, part)
+        targets = [mask.to(regions.policy.device) for mask in batch.masks]
         for name, values in measured.items():
-            masks = segmented.masks if name == UNCHANGED else variants[name](answered)
-            values["iou"] += mask_iou(masks, targets).tolist()
-            values["found"] += on_target(masks, batch.masks, batch.distractors).tolist()
+            masks = answered.masks if name == UNCHANGED else variants[name](answered)
+            values["iou"] += mask_iou(masks, targets, 1.0).tolist()
+            if batch.distractors is not None:
+                values["found"] += on_target(masks, batch.masks, batch.distractors).tolist()
     regions.check()
-    return measured
+    return {name: dict(values) for name, values in measured.items()}
 
 
 def choose_variants(

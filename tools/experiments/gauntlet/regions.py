@@ -21,6 +21,7 @@ from rl_train.rewards import mask_iou
 from rl_train.rewards.iou import on_target
 from rl_train.rollout import Batch
 from rl_train.utils.rng import RowRNG
+from sa2va_hf.prompts import SEGMENT
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -43,6 +44,10 @@ class Regions:
     """Regions of a data set as one base sees them: encoded once, asked greedily.
 
     Letters: n regions, G samples of each.
+
+    Args:
+        distractors: read the other objects, without which nothing can be `Heard`.
+        wording: of the question for a caption's mask, with {x} for the caption.
     """
 
     def __init__(
@@ -53,10 +58,12 @@ class Regions:
         max_prompt_length: int,
         batch_size: int,
         num_workers: int,
+        distractors: bool = True,
+        wording: str = SEGMENT,
     ):
-        self.policy, self.tokens = policy, max_new_tokens
+        self.policy, self.tokens, self.wording = policy, max_new_tokens, wording
         inputs = policy.preprocessor(max_new_tokens, max_prompt_length)
-        loader = eval_loader(dataset, inputs, batch_size, num_workers, distractors=True)
+        loader = eval_loader(dataset, inputs, batch_size, num_workers, distractors=distractors)
         self.parts: list[tuple[Batch, "ImageFeatures"]] = []
         with torch.no_grad():
             for batch in tqdm(loader, desc="regions", leave=False, disable=None):

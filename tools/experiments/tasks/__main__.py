@@ -22,7 +22,7 @@ from pathlib import Path
 from rl_train.data.gar import GraspAnyRegionDataset
 from rl_train.utils.command_line import FlagParser, run_program
 from tools.demo import make_demo
-from tools.experiments.tasks.arms import BASES, COMPARISONS, RANK, SFT, Comparison
+from tools.experiments.tasks.arms import BASES, COMPARISONS, RANK, SFT, UNTRAINED, Comparison
 from tools.experiments.tasks.data import write_grounded, write_several
 from tools.experiments.tasks.table import markdown, of_comparison
 
@@ -126,6 +126,22 @@ class Runs:
         words += ["--best", str(lists["best"]), "--best_fraction", str(BEST_FRACTION)]
         return self.command(f"rank_{name}", "tools.rank_samples", words, lists["best"])
 
+    def untrained(self, name: str, base: Future[str | None]) -> str | None:
+        """Measure what untrained changes of a comparison's base gain; return what went wrong."""
+        if base.result():
+            return None
+        comparison, output = COMPARISONS[name], self.untrained_file(name)
+        folder, samples = self.data / comparison.data, str(self.args.eval_samples)
+        words = ["--comparison", name, "--model_path", self.model(comparison)]
+        words += ["--data_dir", str(folder / "train"), "--eval_data_dir", str(folder / "heldout")]
+        words += ["--num_samples", samples, "--eval_samples", samples]
+        words += ["--max_completion_length", str(comparison.tokens), *UNTRAINED.split()]
+        words += [*comparison.dataset_words, "--output", str(output)]
+        return self.command(f"untrained_{name}", "tools.experiments.tasks.untrained", words, output)
+
+    def untrained_file(self, name: str) -> Path:
+        return self.folder / "untrained" / f"{name}.json"
+
     def arm(
         self, name: str, arm_name: str, rate: str, seed: int, needs: list[Future[str | None]]
     ) -> str | None:
@@ -162,6 +178,11 @@ class Runs:
             if COMPARISONS[name].uses_ranking
         }
         jobs: list[Future[str | None]] = [*bases.values(), *ranked.values()]
+        jobs += [
+            self.pool.submit(self.untrained, name, bases[COMPARISONS[name].base])
+            for name in names
+            if COMPARISONS[name].own
+        ]
         # Those that need no base first, then those that wait for it.
         ordered = sorted(names, key=lambda name: (name in ranked, COMPARISONS[name].base))
         for seed in self.args.seeds:

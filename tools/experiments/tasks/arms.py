@@ -46,6 +46,7 @@ class Comparison:
         data: folder below the data; flags: of all arms; tokens: longest answer.
         metrics: of the held-out regions; the first chooses the learning rate.
         rates: tried of every arm.
+        own: the arm that untrained changes of the base are compared with; "": they are not tried.
     """
 
     data: str
@@ -56,6 +57,13 @@ class Comparison:
     base: str = ""  # of BASES; "": the demo's checkpoint
     rates: tuple[str, ...] = RATES
     eval_steps: int = 0
+    own: str = ""
+
+    @property
+    def dataset_words(self) -> list[str]:
+        """Return the flags that name its reader."""
+        words = self.flags.split()
+        return words if "--dataset" in words else []
 
     @property
     def uses_ranking(self) -> bool:
@@ -101,6 +109,7 @@ COMPARISONS = {
         flags="--distractors",
         tokens=24,
         metrics=("seg_iou", "seg_on_target", "cycle_iou"),
+        own="referring",
         arms={
             "referring": Arm(REFERRING),
             "loop2": Arm(f"--tasks caption_mask_caption {POLICY_TERM}"),
@@ -114,6 +123,7 @@ COMPARISONS = {
         flags="--distractors",
         tokens=24,
         metrics=("caption_meteor", "cycle_iou", "caption_distinct"),
+        own="captioning",
         arms={
             "captioning": Arm("--tasks captioning"),
             "loop1": Arm("--tasks mask_caption_mask"),
@@ -129,6 +139,7 @@ COMPARISONS = {
         base="several",
         rates=("3e-4",),
         metrics=("seg_iou", "seg_matched", "n_acc", "t_acc"),
+        own="referring, mask term",
         arms={
             "referring": Arm(ONE_OR_NONE),
             "referring, mask term": Arm(WITH_MASK_TERM),
@@ -151,6 +162,7 @@ COMPARISONS = {
         base="grounded",
         rates=("3e-4", "1e-3"),
         metrics=("gcg_matched", "gcg_miou", "gcg_meteor", "gcg_recall"),
+        own="grounded_captioning",
         arms={
             "grounded_captioning": Arm(GROUNDED),
             "supervised": Arm("--tasks grounded_captions", supervised=True),
@@ -168,6 +180,7 @@ COMPARISONS = {
         base="thinking",
         rates=("3e-4", "1e-3"),
         metrics=("seg_iou", "form"),
+        own="referring --think",
         arms={
             "referring --think": Arm(THINK),
             "form alone": Arm(f"{THINK} --reward_weights referring.iou=0"),
@@ -195,4 +208,5 @@ COMPARISONS = {
         arms=RANKING_ARMS,
     ),
 }
+UNTRAINED = "--dtype float32 --num_workers 0"
 RANK = f"{LORA} --batch_size 16 --num_generations 8 {REFERRING}"

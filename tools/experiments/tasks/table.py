@@ -62,7 +62,7 @@ def of_comparison(
         rate = max(tried, key=tried.get)
         base = folders[done[0]][rate] / "evaluation/step_0.json"
         figures["before"] = {m: float(statistic(rows(base, m)[SECOND])) for m in comparison.metrics}
-        figures[arm] = dict(rate=rate, tried=tried)
+        figures[arm] = dict(rate=rate, tried=tried, ends=[str(file) for file in ends[rate]])
         for metric in comparison.metrics:
             before, after = rows(base, metric)[SECOND], mean_rows(ends[rate], metric)[SECOND]
             change = dict(zip(("mean", "low", "high"), paired_difference(before, after)))
@@ -74,6 +74,48 @@ def of_comparison(
             figures[arm] |= signal(outputs, comparison, steps)
         if name == "captioning":
             figures["words swapped"] = dict(rate="") | swapped(base)
+    rivals = runs.untrained_file(name)
+    if comparison.own in figures and rivals.exists():
+        figures["untrained"] = untrained(rivals, comparison, figures[comparison.own]["ends"])
+    return figures
+
+
+# {metric of an evaluation: measure of `untrained`}
+UNTRAINED_MEASURES = {
+    "seg_iou": "iou",
+    "seg_on_target": "found",
+    "caption_meteor": "meteor",
+    "gcg_matched": "matched",
+    "gcg_meteor": "meteor",
+}
+
+
+def untrained(file: Path, comparison: Comparison, ends: list[str]) -> dict[str, Any]:
+    """Return {cause: {"chosen", metric: its change, "own minus": {metric: difference}}}.
+
+    Both of the same held-out samples, with intervals over them; of the own arm the mean over seeds.
+
+    Args: ends: last evaluations of the own arm at its best rate.
+    """
+    record, figures = json.loads(file.read_text()), {}
+    references = json.loads(Path(ends[0]).read_text())["references"]
+    if references != record["references"]:
+        raise ValueError(f"{file}: of other samples than {ends[0]}")
+    for rival in record["rivals"]:
+        row = dict(chosen=rival["chosen"], own_minus={})
+        for metric in comparison.metrics:
+            measure = UNTRAINED_MEASURES.get(metric)
+            if measure not in rival["values"]:
+                continue
+            before, after = (
+                torch.tensor(values[measure], dtype=torch.float64)[SECOND]
+                for values in (record["greedy"], rival["values"])
+            )
+            own = mean_rows([Path(end) for end in ends], metric)[SECOND]
+            row[metric] = dict(zip(("mean", "low", "high"), paired_difference(before, after)))
+            difference = paired_difference(after, own)
+            row["own_minus"][metric] = dict(zip(("mean", "low", "high"), difference))
+        figures[rival["name"]] = row
     return figures
 
 
@@ -131,6 +173,8 @@ def markdown(figures: dict[str, dict]) -> str:
         lines.append("|---" * (len(metrics) + 2) + "|")
         before = " | ".join(f"{value:.3f}" for value in arms["before"].values())
         lines.append(f"| *before* | | {before} |")
+        untrained_rows = arms.get("untrained", {})
+        arms = {arm: of_arm for arm, of_arm in arms.items() if arm != "untrained"}
         for arm, of_arm in arms.items():
             if arm != "before":
                 cells = [cell(of_arm[m]) if m in of_arm else "" for m in metrics]
@@ -142,7 +186,22 @@ def markdown(figures: dict[str, dict]) -> str:
                     f"\n{arm}: {of_arm['useful']:.2f} of a step's groups differ, "
                     f"{of_arm['rollouts']:.0f} groups rolled out; {metrics[0]} by step {curve}"
                 )
+        lines += markdown_untrained(untrained_rows)
     return "\n".join(lines)
+
+
+def markdown_untrained(rows: dict[str, dict]) -> list[str]:
+    """Return the lines of a table of untrained changes, the largest gain first."""
+    if not rows:
+        return []
+    metrics = list(next(iter(rows.values()))["own_minus"])
+    head = [f"{metric} | own minus this" for metric in metrics]
+    lines = ["", f"| untrained | chosen | {' | '.join(head)} |"]
+    lines.append("|---" * (2 + 2 * len(metrics)) + "|")
+    for name, row in sorted(rows.items(), key=lambda item: -item[1][metrics[0]]["mean"]):
+        cells = [f"{cell(row[m])} | {cell(row['own_minus'][m])}" for m in metrics]
+        lines.append(f"| {name} | {str(row['chosen'])[:60]} | {' | '.join(cells)} |")
+    return lines
 
 
 def cell(change: dict) -> str:
