@@ -38,6 +38,7 @@ from .prediction import PredictionInputs, Request
 from .processing_sa2va import Sa2VAProcessor, planes, region_grid, to_rgb
 from .qwen_images import ImagePreprocessing, inference_size, patches
 from .to_device import to_device
+from .window_attention import batch_windows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -245,6 +246,7 @@ def image_features(
     vlm: PreTrainedModel, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor
 ) -> torch.Tensor:
     """Return a Qwen-VL's features (n, W) of images; see `QwenVLModel.vision_features`."""
+    batch_windows(vlm.model.visual)
     out = vlm.get_image_features(pixel_values, image_grid_thw)
     levels = [out.pooler_output]
     if num_deepstack(vlm):

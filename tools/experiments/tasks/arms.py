@@ -116,6 +116,11 @@ COMPARISONS = {
             "supervised": Arm(MASKS, supervised=True),
             "referring_confidence": Arm(f"{REFERRING} --ablation_reward confidence"),
             "referring_length": Arm(f"{REFERRING} --ablation_reward length"),
+            "referring_majority": Arm(f"{REFERRING} --ablation_reward majority"),
+            "referring_position": Arm(f"{REFERRING} --ablation_reward position"),
+            "referring_salient": Arm(f"{REFERRING} --ablation_reward salient"),
+            "referring_other": Arm(f"{REFERRING} --ablation_reward other"),
+            "referring_shuffled": Arm(f"{REFERRING} --ablation_reward shuffled"),
         },
     ),
     "captioning": Comparison(

@@ -42,7 +42,9 @@ def of_comparison(
     """Return {"before": {metric: value}, arm: {"rate", "tried", metric: its change}}.
 
     A change is {"mean", "low", "high", "seeds"}: of the mean over seeds, with a paired bootstrap
-    interval over regions, and of each seed. Seeds of which a rate is missing are left out.
+    interval over regions, and of each seed. Seeds of which a rate is missing are left out. Arms
+    beside the comparison's own have "own_minus", the `difference` in the first metric; "untrained"
+    holds the figures of `untrained`.
     """
     figures = {}
     for arm in comparison.arms:
@@ -74,10 +76,23 @@ def of_comparison(
             figures[arm] |= signal(outputs, comparison, steps)
         if name == "captioning":
             figures["words swapped"] = dict(rate="") | swapped(base)
+    if comparison.own not in figures:
+        return figures
+    for arm, of_arm in figures.items():
+        if "ends" in of_arm and arm != comparison.own:
+            of_arm["own_minus"] = difference(
+                of_arm["ends"], figures[comparison.own]["ends"], comparison.metrics[0]
+            )
     rivals = runs.untrained_file(name)
-    if comparison.own in figures and rivals.exists():
+    if rivals.exists():
         figures["untrained"] = untrained(rivals, comparison, figures[comparison.own]["ends"])
     return figures
+
+
+def difference(ends: list[str], own_ends: list[str], metric: str) -> dict[str, float]:
+    """Return by how much the own arm's mean over seeds exceeds another arm's."""
+    other, own = (mean_rows([Path(e) for e in of], metric)[SECOND] for of in (ends, own_ends))
+    return dict(zip(("mean", "low", "high"), paired_difference(other, own)))
 
 
 # {metric of an evaluation: measure of `untrained`}
@@ -169,8 +184,9 @@ def markdown(figures: dict[str, dict]) -> str:
         if not arms:
             continue
         metrics = list(arms["before"])
-        lines += ["", f"**{name}**", "", f"| | rate | {' | '.join(metrics)} |"]
-        lines.append("|---" * (len(metrics) + 2) + "|")
+        compared = any("own_minus" in of_arm for of_arm in arms.values())
+        head = ["", "rate", *metrics, *["own minus this"] * compared]
+        lines += ["", f"**{name}**", "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
         before = " | ".join(f"{value:.3f}" for value in arms["before"].values())
         lines.append(f"| *before* | | {before} |")
         untrained_rows = arms.get("untrained", {})
@@ -178,6 +194,7 @@ def markdown(figures: dict[str, dict]) -> str:
         for arm, of_arm in arms.items():
             if arm != "before":
                 cells = [cell(of_arm[m]) if m in of_arm else "" for m in metrics]
+                cells += [cell(of_arm["own_minus"])] if "own_minus" in of_arm else []
                 lines.append(f"| {arm} | {of_arm['rate']} | {' | '.join(cells)} |")
         for arm, of_arm in arms.items():
             if "useful" in of_arm:
