@@ -167,7 +167,7 @@ def train_and_evaluate(run: Run, signals: SignalHandler, loop: Callable = train)
         if signals.agreed:
             raise Interrupted(f"{signals.agreed}, in an evaluation of step {state.step}")
     output_dir = Path(config.run.output_dir)
-    last = output_dir / f"checkpoint_step_{run.max_steps}"
+    last, role = output_dir / f"checkpoint_step_{run.max_steps}", "policy"
     if config.run.merge_at_end != "none" and run.ranks.is_main:
         final = output_dir / FINAL_MODEL
         role = export(last, final, config.run.merge_at_end)
@@ -178,7 +178,7 @@ def train_and_evaluate(run: Run, signals: SignalHandler, loop: Callable = train)
     print0(before_after_table(before, after, weights=weights))
     if sentence := end_step.summary():
         print0(sentence)
-    print0(next_commands(config, last))
+    print0(next_commands(config, last, role))
     gather_objects(None)  # torchrun may end the first rank, which exports, when others leave
 
 

@@ -44,11 +44,11 @@ from rl_train.rewards.combine import combine
 from rl_train.rewards.meteor import require_wordnet
 from rl_train.rollout import Batch
 from rl_train.run.build import Run, build, build_rewards, families_of
+from rl_train.run.messages import print_warning
 from rl_train.run.open_data import RunData, open_data
 from rl_train.run.start import (
     calibrate_actions,
     download_models,
-    print_sizes,
     replace_rewards_by_ablation,
 )
 from rl_train.tasks import DEFAULT_TASKS, TASKS
@@ -294,7 +294,7 @@ def build_run(config: Config, ranks: RankInfo) -> Run:
     data: RunData = open_data(config.data, config.task_classes)
     sampler = StepSampler(len(data.train_set), 1, 1, config.run.seed)  # of no use here
     run = build(config, ranks, data, sampler, rewards)
-    print_sizes(run.state, ranks)
+    print_warning(run.state.policy.summary())
     if config.run.checkpoint:
         load_checkpoint(Path(config.run.checkpoint), run.state)
     else:

@@ -198,11 +198,12 @@ def measured_weights(has_teacher: bool, evaluation: Path) -> str:
     return f"the policy (the teacher's are in {evaluation})" if has_teacher else ""
 
 
-def next_commands(config: Config, last: Path) -> str:
+def next_commands(config: Config, last: Path, role: str = "policy") -> str:
     """Return commands to run next in the working directory: look, read, measure.
 
     Args:
         last: the last checkpoint.
+        role: policy or teacher, whose weights are measured: those that were merged.
     """
     output = config.run.output_dir
     commands = {
@@ -215,7 +216,10 @@ def next_commands(config: Config, last: Path) -> str:
     if config.samples_answers:
         page = ["--run", output, "--output", f"{output}/rollouts.html"]
         commands["sampled answers, their masks and rewards, as a page"] = ["tools.rollouts", *page]
-    commands[f"metrics of {last.name} and their intervals"] = evaluate_command(config, last)
+    measured = last.name if role == "policy" else f"{last.name}'s {role}"
+    evaluate = evaluate_command(config, last)
+    evaluate += [] if role == "policy" else ["--role", role]
+    commands[f"metrics of {measured} and their intervals"] = evaluate
     lines = [f"next, in {Path.cwd()}:"]
     for purpose, words in commands.items():
         lines += [f"  # {purpose}", f"  {shlex.join([python(), '-m', *words])}"]

@@ -134,6 +134,13 @@ def test_commands_to_run_next(data, here):
     ]
 
 
+def test_the_teacher_is_measured_if_it_was_merged(data, here):
+    config, last = cli.parse(flags(data, Path("run"))), Path("run/checkpoint_step_2")
+    text = messages.next_commands(config, last, "teacher")
+    assert "  # metrics of checkpoint_step_2's teacher and their intervals" in text
+    assert text.endswith(" --role teacher")
+
+
 def test_the_command_measures_what_the_flags_name(data, here):
     """A format and subsets in --eval_data_dir; without it images that were not trained on."""
     named = flags(data, Path("run"), eval_data_dir=f"gar/a,b:{data}/heldout")
