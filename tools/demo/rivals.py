@@ -89,7 +89,7 @@ def table_of_words(training: Regions, heldout: Regions) -> list[Gain]:
     table = search.greedy(words.table_candidates(counts))
     sets = words.confusable_sets(words.mistakes(captions, training.references))
     tables = {f"table of {len(table)} words": table}
-    tables["one word per confused set"] = search.constants(sets)
+    tables["one word for each set of confused words"] = search.constants(sets)
     greedy, gains = heldout.greedy_captions(), []
     before = [each.iou for each in heldout.listen(list(enumerate(greedy)))]
     for name, each in tables.items():

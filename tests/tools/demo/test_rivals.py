@@ -52,7 +52,10 @@ def test_a_finished_run_of_the_loops_is_compared(data, tmp_path, monkeypatch, ca
     main(["--run", str(run)])
     printed = capsys.readouterr().out
     assert (run / rivals.FILE).read_text() in printed and "n = 3" in printed
-    assert "one word per confused set" in printed and "best of 2 by confidence" in printed
+    assert (
+        "one word for each set of confused words" in printed
+        and "best of 2 by confidence" in printed
+    )
     assert "chosen on 4 training regions" in printed and "What this shows: " in printed
     record = json.loads((run / "evaluation" / "step_0.json").read_text())
     lines = [line.split() for line in printed.splitlines() if "this run" in line]

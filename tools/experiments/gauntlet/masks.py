@@ -24,7 +24,8 @@ from tools.experiments.scalar_baseline import GRIDS, row_logits
 
 UNCHANGED = "unchanged"
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)  # of the areas of true training regions
-BONUSES = (2.0, 5.0)  # logits, inside the named part against outside
+BONUSES = (2.0, 3.0, 4.0, 5.0, 8.0)  # logits, inside the named part against outside
+BELOW_HIGHEST = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)  # logits, thresholds inside the named part
 SALIENT_PHRASES = (SALIENT, "the object", "the largest object")
 MAX_FREQUENT = 4  # phrases of the data that are tried for all regions
 
@@ -90,6 +91,23 @@ def in_named_part(bonus: float) -> Variant:
     ]
 
 
+def peak_in_named_part(below: float) -> Variant:
+    """Return the variant that takes a mask's peak inside the part that the phrase names.
+
+    All logits there that are above 0, or less than `below` under the highest of them.
+    """
+
+    def mask(logits: torch.Tensor, caption: str) -> torch.Tensor:
+        part = named_part(caption, tuple(logits.shape))
+        part = torch.ones_like(logits, dtype=torch.bool) if part is None else part
+        inside = logits.masked_fill(~part.to(logits.device), -torch.inf)
+        return (inside > min(0.0, inside.max().item() - below)) & inside.isfinite()
+
+    return lambda answered: [
+        mask(logits, caption) for logits, caption in zip(answered.logits, answered.captions)
+    ]
+
+
 def one_phrase(text: str) -> Variant:
     def masks(answered: Answered) -> list[torch.Tensor]:
         regions, (batch, features) = answered.regions, answered.regions.parts[answered.part]
@@ -116,6 +134,7 @@ def variants_of(training: Regions) -> dict[str, dict[str, Variant]]:
             f"{area:.4f} of the image": one_area(area) for area in quantiles.values()
         },
         "part named in the phrase": {name: in_named_part(bonus) for name, bonus in bonuses.items()},
+        "peak in the part named": {f"{b:g}": peak_in_named_part(b) for b in BELOW_HIGHEST},
         "most salient object": {text: one_phrase(text) for text in dict.fromkeys(phrases)},
     }
 

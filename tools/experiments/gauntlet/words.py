@@ -223,7 +223,11 @@ def rewordings(
     }
     return [
         Rewording("table of words", table, lambda caption, _: substitute(caption, table)),
-        Rewording("one word per confused set", constants, lambda c, _: substitute(c, constants)),
+        Rewording(
+            "one word for each set of confused words",
+            constants,
+            lambda c, _: substitute(c, constants),
+        ),
         best_form("one caption for all", fixed, captions, regions, listen),
         best_form("position by name", positions, captions, regions, listen),
     ]

@@ -1,7 +1,7 @@
 """Figures of the comparisons: each arm at its best learning rate, on other regions than chose it.
 
-The held-out samples are cut in two. The first metric on the first half chooses an arm's learning
-rate, as mean over seeds; all figures are of the second half.
+If several learning rates were tried, the held-out samples are cut in two: the first metric on the
+first half chooses an arm's rate, as mean over seeds, and all figures are of the second half.
 """
 
 import json
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tools.experiments.tasks.__main__ import Runs
 
 FIRST, SECOND = slice(0, None, 2), slice(1, None, 2)  # halves of the held-out samples
+ALL = slice(None)
 LIKELY_MISTAKE = 0.5  # a value that the base says for its partner more often than not
 
 
@@ -46,7 +47,7 @@ def of_comparison(
     beside the comparison's own have "own_minus", the `difference` in the first metric; "untrained"
     holds the figures of `untrained`.
     """
-    figures = {}
+    figures, reported = {}, reported_half(comparison)
     for arm in comparison.arms:
         folders = {
             seed: {rate: runs.output(name, arm, rate, seed) for rate in comparison.rates}
@@ -63,12 +64,14 @@ def of_comparison(
         }
         rate = max(tried, key=tried.get)
         base = folders[done[0]][rate] / "evaluation/step_0.json"
-        figures["before"] = {m: float(statistic(rows(base, m)[SECOND])) for m in comparison.metrics}
+        figures["before"] = {
+            m: float(statistic(rows(base, m)[reported])) for m in comparison.metrics
+        }
         figures[arm] = dict(rate=rate, tried=tried, ends=[str(file) for file in ends[rate]])
         for metric in comparison.metrics:
-            before, after = rows(base, metric)[SECOND], mean_rows(ends[rate], metric)[SECOND]
+            before, after = rows(base, metric)[reported], mean_rows(ends[rate], metric)[reported]
             change = dict(zip(("mean", "low", "high"), paired_difference(before, after)))
-            of_seeds = [rows(file, metric)[SECOND] for file in ends[rate]]
+            of_seeds = [rows(file, metric)[reported] for file in ends[rate]]
             change["seeds"] = [float(statistic(r) - statistic(before)) for r in of_seeds]
             figures[arm][metric] = change
         if comparison.eval_steps:
@@ -80,18 +83,26 @@ def of_comparison(
         return figures
     for arm, of_arm in figures.items():
         if "ends" in of_arm and arm != comparison.own:
-            of_arm["own_minus"] = difference(
-                of_arm["ends"], figures[comparison.own]["ends"], comparison.metrics[0]
-            )
+            own_ends = figures[comparison.own]["ends"]
+            of_arm["own_minus"] = difference(comparison, of_arm["ends"], own_ends)
     rivals = runs.untrained_file(name)
     if rivals.exists():
         figures["untrained"] = untrained(rivals, comparison, figures[comparison.own]["ends"])
     return figures
 
 
-def difference(ends: list[str], own_ends: list[str], metric: str) -> dict[str, float]:
-    """Return by how much the own arm's mean over seeds exceeds another arm's."""
-    other, own = (mean_rows([Path(e) for e in of], metric)[SECOND] for of in (ends, own_ends))
+def reported_half(comparison: Comparison) -> slice:
+    """Return which held-out samples are reported: all where no rate was chosen on some of them."""
+    return SECOND if len(comparison.rates) > 1 else ALL
+
+
+def difference(comparison: Comparison, ends: list[str], own_ends: list[str]) -> dict[str, float]:
+    """Return by how much the own arm's mean over seeds exceeds another arm's, in the first metric.
+
+    Args: ends, own_ends: the last evaluations of the other arm and of the own one, of each seed.
+    """
+    metric, reported = comparison.metrics[0], reported_half(comparison)
+    other, own = (mean_rows([Path(e) for e in of], metric)[reported] for of in (ends, own_ends))
     return dict(zip(("mean", "low", "high"), paired_difference(other, own)))
 
 
@@ -112,7 +123,7 @@ def untrained(file: Path, comparison: Comparison, ends: list[str]) -> dict[str, 
 
     Args: ends: last evaluations of the own arm at its best rate.
     """
-    record, figures = json.loads(file.read_text()), {}
+    record, figures, reported = json.loads(file.read_text()), {}, reported_half(comparison)
     references = json.loads(Path(ends[0]).read_text())["references"]
     if references != record["references"]:
         raise ValueError(f"{file}: of other samples than {ends[0]}")
@@ -123,10 +134,10 @@ def untrained(file: Path, comparison: Comparison, ends: list[str]) -> dict[str, 
             if measure not in rival["values"]:
                 continue
             before, after = (
-                torch.tensor(values[measure], dtype=torch.float64)[SECOND]
+                torch.tensor(values[measure], dtype=torch.float64)[reported]
                 for values in (record["greedy"], rival["values"])
             )
-            own = mean_rows([Path(end) for end in ends], metric)[SECOND]
+            own = mean_rows([Path(end) for end in ends], metric)[reported]
             row[metric] = dict(zip(("mean", "low", "high"), paired_difference(before, after)))
             difference = paired_difference(after, own)
             row["own_minus"][metric] = dict(zip(("mean", "low", "high"), difference))

@@ -22,7 +22,7 @@ from rl_train.evaluation.best_of_n import mean_logps
 from rl_train.evaluation.gcg_metrics import caption_of, grounded_prompts, phrases_of
 from rl_train.export.load_policy import open_policy
 from rl_train.policies.sa2va import Sa2VAPolicy
-from rl_train.policies.sa2va_queries import segment_generated
+from rl_train.policies.sa2va_queries import describe, segment_generated
 from rl_train.rewards import mask_iou, meteor
 from rl_train.rewards.ablations import group_iou
 from rl_train.rewards.iou import mask_confidence, on_target
@@ -119,7 +119,7 @@ def none_variants(training: Regions) -> dict[str, dict[str, Variant]]:
         for part in range(len(training.parts))
         for logits in own_answers(training, part).logits
     ]
-    causes = {}
+    causes = {"no mask at all": {"": none_below(highest_logit, torch.inf, 0.0)}}
     for name, score in MASK_SCORES.items():
         scores = torch.tensor([score(each) for each in logits], dtype=torch.float64)
         leasts = {q: scores.quantile(q).item() for q in NONE_QUANTILES}
@@ -151,6 +151,10 @@ def sampled_masks(regions: Regions, task: MaskAnswers, num_generations: int) -> 
         measures = dict(iou=mask_iou(masks, targets, 1.0).cpu())
         if batch.distractors is not None:
             measures["found"] = on_target(masks, batch.masks, batch.distractors)
+        rows = rollout.of_rows(list(range(len(batch))))
+        replies = describe(regions.policy, features, rows, masks, regions.tokens)
+        of_replies = meteor(rollout.of_rows(batch.captions), replies)
+        measures |= {"METEOR of the mask's caption, loop 2's reward": of_replies}
         parts.append(measures | cheap_scores(regions, rollout, features))
     regions.check()
     return {
@@ -196,7 +200,8 @@ def of_masks(
 
 def phrase_table(training: Regions) -> dict[str, str]:
     """Return the best table of words to replace in the phrases that the base is asked for."""
-    counts = mistakes(training.greedy_captions(), training.references, with_neighbours=True)
+    # The base asked in the words that it says itself.
+    counts = mistakes(training.references, training.greedy_captions(), with_neighbours=True)
     search = TableSearch(
         training.references, lambda queries: [each.iou for each in training.listen(queries)]
     )
