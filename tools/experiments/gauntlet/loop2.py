@@ -30,6 +30,7 @@ from tools.experiments.gauntlet.regions import Regions
 from tools.experiments.gauntlet.samples import (
     PickBy,
     choose_direction,
+    join_batches,
     measures_of_picked,
     result_with_samples,
 )
@@ -93,9 +94,7 @@ def sample_scores(
             scores | dict(found=rewards["on_target"]) | cheap_scores(regions, rollout, features)
         )
     regions.check()
-    return {
-        name: torch.cat([part[name] for part in parts]).double().view(-1, G) for name in parts[0]
-    }
+    return join_batches(parts, G)
 
 
 def cheap_scores(

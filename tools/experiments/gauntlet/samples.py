@@ -11,6 +11,7 @@ import torch
 from rl_train.evaluation.best_of_n import pick_best
 from tools.experiments.gauntlet.table import LoopResult, Measures, Rival
 
+Scores = dict[str, torch.Tensor]  # {score: (n, G)} of sampled answers
 DIRECTIONS = ("largest", "smallest", "nearest to the mean")
 
 
@@ -32,6 +33,14 @@ def preference(scores: torch.Tensor, direction: str, mean: float) -> torch.Tenso
     if direction == "largest":
         return scores
     return -scores if direction == "smallest" else -(scores - mean).abs()
+
+
+def join_batches(parts: Sequence[dict[str, torch.Tensor]], num_generations: int) -> Scores:
+    """Return {score: (n, G)} of the scores (N,) of consecutive batches, N = B*G."""
+    return {
+        name: torch.cat([part[name].cpu() for part in parts]).double().view(-1, num_generations)
+        for name in parts[0]
+    }
 
 
 def choose_direction(name: str, scores: torch.Tensor, rewards: torch.Tensor) -> PickBy:

@@ -51,7 +51,12 @@ from tools.experiments.gauntlet.masks import (
     variants_of,
 )
 from tools.experiments.gauntlet.regions import Regions
-from tools.experiments.gauntlet.samples import choose_direction, measures_of_picked
+from tools.experiments.gauntlet.samples import (
+    Scores,
+    choose_direction,
+    join_batches,
+    measures_of_picked,
+)
 from tools.experiments.gauntlet.table import Measures, Rival
 from tools.experiments.gauntlet.words import (
     TableSearch,
@@ -63,15 +68,19 @@ from tools.experiments.gauntlet.words import (
 from tools.experiments.scalar_baseline import GRIDS
 from tools.experiments.tasks.arms import COMPARISONS
 
-Scores = dict[str, torch.Tensor]  # {score: (n, G)} of sampled answers
-NONE_QUANTILES = tuple(tenth / 10 for tenth in range(1, 10))  # of a mask's scores
+NONE_QUANTILES = tuple(tenth / 10 for tenth in range(1, 10))  # of a score of training masks
 THRESHOLDS = GRIDS["threshold"][0]
 
 
-def best_of_samples(training: Scores, heldout: Scores, true: str, measures: list[str]):
+def best_of_samples(
+    training: Scores, heldout: Scores, true: str, measures: list[str]
+) -> list[Rival]:
     """Return a rival for each cheap score: the best of G samples by it.
 
-    Its direction is chosen by the score `true` of the training samples.
+    Args:
+        true: name of the true reward, by which the direction is chosen on training samples; the
+            best by it is the last of the rivals, and not cheap.
+        measures: names of what is measured, so of no cheap score.
     """
     rivals = []
     for name in training:
@@ -93,6 +102,7 @@ def highest_logit(logits: torch.Tensor) -> float:
 
 
 def confidence(logits: torch.Tensor) -> float:
+    # -inf, of an answer without [SEG], would make NaN.
     return mask_confidence(logits[None].clamp(min=-100)).item()
 
 
@@ -157,10 +167,7 @@ def sampled_masks(regions: Regions, task: MaskAnswers, num_generations: int) -> 
         measures |= {"METEOR of the mask's caption, loop 2's reward": of_replies}
         parts.append(measures | cheap_scores(regions, rollout, features))
     regions.check()
-    return {
-        name: torch.cat([part[name] for part in parts]).double().view(-1, num_generations)
-        for name in parts[0]
-    }
+    return join_batches(parts, num_generations)
 
 
 def of_masks(
@@ -317,10 +324,7 @@ def grounded_scores(regions: Regions, task: GroundedCaptioning, num_generations:
         )
         parts.append(columns | {"own likelihood": mean_logps(rollout, G).flatten()})
     regions.check()
-    return {
-        name: torch.cat([part[name].cpu() for part in parts]).double().view(-1, G)
-        for name in parts[0]
-    }
+    return join_batches(parts, G)
 
 
 def of_grounded(
