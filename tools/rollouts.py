@@ -207,11 +207,11 @@ def thumbnail(image: Image.Image, side: int) -> str:
 
 
 def read_samples(
-    dataset: "Dataset", image_ids: list[str], side: int
+    dataset: "Dataset", image_ids: list[str], side: int, what: str
 ) -> tuple[list[str], list[dict]]:
     """Return (images as data URIs, each once; dict(image, size, region) of each id).
 
-    `image` is the index of a sample's image among the images.
+    `image` is the index of a sample's image among the images. `what` names the progress bar.
 
     Raises:
         ValueError: the data set lacks an id, or its image is damaged.
@@ -228,7 +228,7 @@ def read_samples(
             f"({len(missing)} of {len(image_ids)} are not there)"
         )
     images, samples, index_of_key, keys = [], [], {}, dataset.image_keys
-    for name in tqdm(image_ids, desc="images", leave=False):
+    for name in tqdm(image_ids, desc=what, leave=False):
         key = int(keys[index_of[name]])
         try:
             sample = dataset[index_of[name]]
@@ -262,7 +262,7 @@ def open_held_out(flags: dict, data_dir: str | None, image_ids: list[str], side:
     where = flags.get("eval_data_dir")
     try:
         dataset = open_eval(where) if where else open_train(data_dir or flags["data_dir"])
-        return read_samples(dataset, image_ids, side)
+        return read_samples(dataset, image_ids, side, "held-out images")
     except ValueError as error:
         warn(f"the held-out samples are left out: {error}")
         return [], []
@@ -273,7 +273,7 @@ def open_samples(run: Path, flags: dict, data_dir: str | None, image_ids: list[s
     where = data_dir or flags["data_dir"]
     opened, _ = dataset_openers(data_config(flags))
     try:
-        return read_samples(opened(where), image_ids, side)
+        return read_samples(opened(where), image_ids, side, "images of rollouts")
     except ValueError as error:
         words = str(error).removeprefix(f"--data_dir {where} ")
         if data_dir:
