@@ -25,6 +25,7 @@ from tools.experiments.scalar_baseline import GRIDS, row_logits
 UNCHANGED = "unchanged"
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)  # of the areas of true training regions
 BONUSES = (2.0, 3.0, 4.0, 5.0, 8.0)  # logits, inside the named part against outside
+PEAK = "peak of the mask in the part that a phrase names"
 BELOW_HIGHEST = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)  # logits, thresholds inside the named part
 SALIENT_PHRASES = (SALIENT, "the object", "the largest object")
 MAX_FREQUENT = 4  # phrases of the data that are tried for all regions
@@ -134,7 +135,7 @@ def variants_of(training: Regions) -> dict[str, dict[str, Variant]]:
             f"{area:.4f} of the image": one_area(area) for area in quantiles.values()
         },
         "part named in the phrase": {name: in_named_part(bonus) for name, bonus in bonuses.items()},
-        "peak in the part named": {f"{b:g}": peak_in_named_part(b) for b in BELOW_HIGHEST},
+        PEAK: {f"{b:g}": peak_in_named_part(b) for b in BELOW_HIGHEST},
         "most salient object": {text: one_phrase(text) for text in dict.fromkeys(phrases)},
     }
 
