@@ -55,8 +55,7 @@ def few_scenes(tmp_path_factory):
 def test_the_page_trains_by_its_own_flags(few_scenes, tmp_path):
     """Ten steps on few regions: the reward rises as no update in a wrong direction makes it.
 
-    Without an update (a learning rate of 1e-9) the mean of a step stays between .11 and .16; with
-    them it is .20 in the end.
+    Without an update (a learning rate of 1e-9) the mean of a step stays between .11 and .16.
     """
     run(few_scenes, tmp_path / "run", **command(), save_steps=5, max_steps=10, latent_std=None)
     lines = rollouts(tmp_path / "run")
