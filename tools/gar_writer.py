@@ -5,6 +5,7 @@ conversations and catagory (the dataset's own spelling). `rl_train/data/gar.py` 
 """
 
 import io
+import json
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
@@ -42,7 +43,7 @@ def write_gar(
             list of str). With "image_bytes" that file is stored as it is, in place of "image";
             with "image_path" alone only this path is, which begins at the folder of the part. A
             "question" stands in place of INSTRUCTION. If the rows have "objects" ((K, H, W) bool),
-            their masks are a column.
+            their masks are a column; "columns", a dict, is one in JSON.
         image_format: PNG or JPEG.
     """
     part_folder = Path(folder) / part
@@ -72,7 +73,9 @@ def write_records(records: list[dict], path: Path):
     """Write the records of one shard."""
     schema = SCHEMA
     if any("objects" in record for record in records):
-        schema = SCHEMA.append(pa.field("objects", pa.list_(MASK)))
+        schema = schema.append(pa.field("objects", pa.list_(MASK)))
+    if any("columns" in record for record in records):
+        schema = schema.append(pa.field("columns", pa.string()))
     with pa.ipc.new_stream(str(path), schema) as writer:
         writer.write_table(pa.Table.from_pylist(records, schema=schema), max_chunksize=100)
 
@@ -105,10 +108,12 @@ def _records(rows, image_format: str):
 def _record(row: dict, image_data: bytes | None) -> dict:
     width, height = row["image"].size
     assert row["mask"].shape == (height, width), "a mask has the size of its image"
-    category, objects = row["category"], {}
+    category, further = row["category"], {}
     if "objects" in row:
-        objects["objects"] = [encode_mask(mask) for mask in row["objects"]]
-    return objects | {
+        further["objects"] = [encode_mask(mask) for mask in row["objects"]]
+    if "columns" in row:
+        further["columns"] = json.dumps(row["columns"])
+    return further | {
         "image": {"bytes": image_data, "path": row.get("image_path")},
         "mask_rle": encode_mask(row["mask"]),
         "conversations": [

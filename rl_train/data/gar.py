@@ -4,16 +4,19 @@ Columns, by name: image struct<bytes, path>; mask_rle struct<counts, size>, or a
 sample each), or no such column (the whole image is the region); conversations
 list<struct<from, value>>; catagory (the dataset's spelling) or category, a string or a list of
 them. `tools.convert_data` writes objects too, a list of masks, where captions name several regions
-or none.
+or none, and columns, a JSON object of what tasks receive by name.
 """
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from rl_train.data.arrow import IMAGE, ArrowShard, find_shards
 from rl_train.data.base import Reader, Region
+from rl_train.data.errors import BadData
 from rl_train.data.hub import resolve
 from rl_train.data.images import check_read, coco_id, read_cell
 from rl_train.data.rle import RLE, whole_mask
@@ -71,6 +74,7 @@ class GraspAnyRegionDataset(Reader):
         names = category if isinstance(category, list) else [category]
         question, answer = first_turns(table["conversations"][row].as_py())
         objects = table["objects"][row].as_py() if "objects" in table.column_names else None
+        further = table["columns"][row].as_py() if "columns" in table.column_names else None
         rle = rle if region == SINGLE_REGION else rle[region]
         return Region(
             lambda: read_cell(shard.image(row), shard.path.parent, self._root),
@@ -80,7 +84,20 @@ class GraspAnyRegionDataset(Reader):
             question=question,
             answer=answer if question is not None else None,
             objects=self._objects(objects, rle),
+            columns=self._further(further, shard, row),
         )
+
+    def _further(self, cell: str | None, shard: ArrowShard, row: int) -> dict[str, Any]:
+        """Return `Region.columns` of a row. Raises BadData if they are no JSON object."""
+        if cell is None:
+            return {}
+        try:
+            columns = json.loads(cell)
+        except ValueError:
+            columns = None
+        if not isinstance(columns, dict):
+            raise BadData(f"{shard.path} row {row}: the column columns is no JSON object")
+        return columns
 
     def _objects(self, cell: list[RLE] | None, rle: RLE | None) -> tuple[RLE, ...] | None:
         """Return `Region.objects` of a row; a row without its own names the one region."""
@@ -91,9 +108,12 @@ class GraspAnyRegionDataset(Reader):
     def _scan(self, number: int):
         """Add the samples (number of the shard, row, region) of a shard."""
         shard = self._shards[number]
-        for row, values in enumerate(shard.rows(["image", "conversations", "mask_rle", "objects"])):
+        names = ["image", "conversations", "mask_rle", "objects", "columns"]
+        for row, values in enumerate(shard.rows(names)):
             cell = values["image"] or {}
             question, caption = first_turns(values["conversations"])
+            if further := self._further(values.get("columns"), shard, row):
+                question = f"{question} {further}"  # other columns are other data
             image = check_read(lambda: read_cell(cell, shard.path.parent, self._root))
             rles = values.get("mask_rle", whole_mask(image[0]))
             self._num_rows += 1

@@ -4,9 +4,13 @@ stopped, and names what it leaves out."""
 import json
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from rl_train.data import DATASETS, GraspAnyRegionDataset
+from rl_train.data.arrow import read_shard
+from rl_train.data.digest import data_facts
+from rl_train.data.errors import BadData
 from tests.campaigns.messy_cases import bad_huffman
 from tests.data.image_file_sets import (
     CAPTIONS,
@@ -19,6 +23,7 @@ from tests.data.image_file_sets import (
 )
 from tools import convert_data
 from tools.demo import refcoco_writer
+from tools.experiments.tasks.data import write_grounded
 
 
 def convert(root, output, *flags, dataset="sa2va", max_bad_fraction=1):
@@ -149,6 +154,37 @@ def test_several_regions_and_none_are_read_back(tmp_path):
         assert found["caption"] == sample["caption"]
         numbers.add(len(found["objects"]))
     assert {0, 1} < numbers
+
+
+def test_phrases_of_grounded_captions_are_read_back(tmp_path):
+    """With them the shards train and measure the task as the files themselves do."""
+    write_grounded(tmp_path / "set", 0, {"train": 2, "heldout": 1})
+    before = DATASETS["gcg"](tmp_path / "set" / "train")
+    root = convert(tmp_path / "set" / "train", tmp_path / "out", dataset="gcg")
+    dataset = GraspAnyRegionDataset(root)
+    for found, sample in zip(dataset, before, strict=True):
+        assert found["columns"] == sample["columns"] and len(found["columns"]["phrases"]) == 3
+        assert np.array_equal(found["objects"], sample["objects"])
+        assert found["caption"] == sample["caption"]
+    [path] = root.glob("*.arrow")
+    table = read_shard(path, {})
+    changed = [cell.replace("a ", "one ") for cell in table["columns"].to_pylist()]
+    rewrite(table, path, changed)
+    digests = [data_facts(each)["captions"] for each in (dataset, GraspAnyRegionDataset(root))]
+    assert digests[0] != digests[1]  # so a resume sees the change
+    rewrite(table, path, ["[]", changed[1]])
+    with pytest.raises(BadData, match="data-00000-of-00001.arrow row 0: .* no JSON object"):
+        GraspAnyRegionDataset(root)
+
+
+def rewrite(table, path, columns: list[str]):
+    """Write a shard with other cells in its column "columns"."""
+    number = table.schema.get_field_index("columns")
+    other = table.set_column(number, "columns", pa.array(columns))
+    written = path.with_suffix(".new")  # the file itself is mapped into memory
+    with pa.ipc.new_stream(str(written), other.schema) as writer:
+        writer.write_table(other)
+    written.replace(path)
 
 
 def test_a_large_image_keeps_its_mask(tmp_path, monkeypatch):
