@@ -74,7 +74,7 @@ class GraspAnyRegionDataset(Reader):
         names = category if isinstance(category, list) else [category]
         question, answer = first_turns(table["conversations"][row].as_py())
         objects = table["objects"][row].as_py() if "objects" in table.column_names else None
-        further = table["columns"][row].as_py() if "columns" in table.column_names else None
+        cell = table["columns"][row].as_py() if "columns" in table.column_names else None
         rle = rle if region == SINGLE_REGION else rle[region]
         return Region(
             lambda: read_cell(shard.image(row), shard.path.parent, self._root),
@@ -84,20 +84,8 @@ class GraspAnyRegionDataset(Reader):
             question=question,
             answer=answer if question is not None else None,
             objects=self._objects(objects, rle),
-            columns=self._further(further, shard, row),
+            columns=read_columns(cell, shard, row),
         )
-
-    def _further(self, cell: str | None, shard: ArrowShard, row: int) -> dict[str, Any]:
-        """Return `Region.columns` of a row. Raises BadData if they are no JSON object."""
-        if cell is None:
-            return {}
-        try:
-            columns = json.loads(cell)
-        except ValueError:
-            columns = None
-        if not isinstance(columns, dict):
-            raise BadData(f"{shard.path} row {row}: the column columns is no JSON object")
-        return columns
 
     def _objects(self, cell: list[RLE] | None, rle: RLE | None) -> tuple[RLE, ...] | None:
         """Return `Region.objects` of a row; a row without its own names the one region."""
@@ -112,7 +100,7 @@ class GraspAnyRegionDataset(Reader):
         for row, values in enumerate(shard.rows(names)):
             cell = values["image"] or {}
             question, caption = first_turns(values["conversations"])
-            if further := self._further(values.get("columns"), shard, row):
+            if further := read_columns(values.get("columns"), shard, row):
                 question = f"{question} {further}"  # other columns are other data
             image = check_read(lambda: read_cell(cell, shard.path.parent, self._root))
             rles = values.get("mask_rle", whole_mask(image[0]))
@@ -122,6 +110,19 @@ class GraspAnyRegionDataset(Reader):
                 sample, coco = (number, row, region), coco_id(cell.get("path"))
                 objects = self._objects(values.get("objects"), rle)
                 self._add(sample, image, caption, rle, coco, question, objects)
+
+
+def read_columns(cell: str | None, shard: ArrowShard, row: int) -> dict[str, Any]:
+    """Return `Region.columns` of a row. Raises BadData if the cell is no JSON object."""
+    if cell is None:
+        return {}
+    try:
+        columns = json.loads(cell)
+    except (TypeError, ValueError):  # a cell of another type, or no JSON
+        columns = None
+    if not isinstance(columns, dict):
+        raise BadData(f"{shard.path} row {row}: the column columns is no JSON object")
+    return columns
 
 
 def first_turns(conversation: list[dict | None] | None) -> tuple[str | None, str | None]:

@@ -47,7 +47,7 @@ def of_comparison(
     beside the comparison's own have "own_minus", the `difference` in the first metric; "untrained"
     holds the figures of `untrained`.
     """
-    figures, reported = {}, reported_half(comparison)
+    figures, reported = {}, reported_samples(comparison)
     for arm in comparison.arms:
         folders = {
             seed: {rate: runs.output(name, arm, rate, seed) for rate in comparison.rates}
@@ -91,7 +91,7 @@ def of_comparison(
     return figures
 
 
-def reported_half(comparison: Comparison) -> slice:
+def reported_samples(comparison: Comparison) -> slice:
     """Return which held-out samples are reported: all where no rate was chosen on some of them."""
     return SECOND if len(comparison.rates) > 1 else ALL
 
@@ -101,7 +101,7 @@ def difference(comparison: Comparison, ends: list[str], own_ends: list[str]) -> 
 
     Args: ends, own_ends: the last evaluations of the other arm and of the own one, of each seed.
     """
-    metric, reported = comparison.metrics[0], reported_half(comparison)
+    metric, reported = comparison.metrics[0], reported_samples(comparison)
     other, own = (mean_rows([Path(e) for e in of], metric)[reported] for of in (ends, own_ends))
     return dict(zip(("mean", "low", "high"), paired_difference(other, own)))
 
@@ -117,13 +117,13 @@ UNTRAINED_MEASURES = {
 
 
 def untrained(file: Path, comparison: Comparison, ends: list[str]) -> dict[str, Any]:
-    """Return {cause: {"chosen", metric: its change, "own minus": {metric: difference}}}.
+    """Return {cause: {"chosen", metric: its change, "own_minus": {metric: difference}}}.
 
     Both of the same held-out samples, with intervals over them; of the own arm the mean over seeds.
 
     Args: ends: last evaluations of the own arm at its best rate.
     """
-    record, figures, reported = json.loads(file.read_text()), {}, reported_half(comparison)
+    record, figures, reported = json.loads(file.read_text()), {}, reported_samples(comparison)
     references = json.loads(Path(ends[0]).read_text())["references"]
     if references != record["references"]:
         raise ValueError(f"{file}: of other samples than {ends[0]}")
@@ -139,8 +139,8 @@ def untrained(file: Path, comparison: Comparison, ends: list[str]) -> dict[str, 
             )
             own = mean_rows([Path(end) for end in ends], metric)[reported]
             row[metric] = dict(zip(("mean", "low", "high"), paired_difference(before, after)))
-            difference = paired_difference(after, own)
-            row["own_minus"][metric] = dict(zip(("mean", "low", "high"), difference))
+            exceeds_by = paired_difference(after, own)
+            row["own_minus"][metric] = dict(zip(("mean", "low", "high"), exceeds_by))
         figures[rival["name"]] = row
     return figures
 

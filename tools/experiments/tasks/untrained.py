@@ -287,7 +287,7 @@ class GroundedAnswers:
     def matched(self, mask: Callable[[torch.Tensor], torch.Tensor]) -> list[float]:
         """Return the matched IoU of each answer, its masks made of their logits by `mask`."""
         return [
-            match(torch.stack([mask(each) for each in own]) if own else true[:0], true).reward
+            matched_reward([mask(each) for each in own], true)
             for own, true in zip(self.logits, self.targets)
         ]
 
@@ -299,11 +299,14 @@ class GroundedAnswers:
             first = list(dict.fromkeys(phrases))
             if len(phrases) == len(own):
                 own = [own[phrases.index(each)] for each in first]
-            rewards.append(
-                match(torch.stack([x > 0 for x in own]) if own else true[:0], true).reward
-            )
+            rewards.append(matched_reward([logits > 0 for logits in own], true))
             captions.append(" and ".join(first) or caption_of(text))
         return dict(matched=rewards, meteor=self.meteor(captions))
+
+
+def matched_reward(masks: list[torch.Tensor], true: torch.Tensor) -> float:
+    """Return the matched IoU of masks (H, W) with true ones (K, H, W)."""
+    return match(torch.stack(masks) if masks else true[:0], true).reward
 
 
 def grounded_scores(regions: Regions, task: GroundedCaptioning, num_generations: int) -> Scores:
