@@ -40,7 +40,7 @@ setup(
         "oracle": ["trl==1.16.0", "pytest", "datasets", "pycocoevalcap"],
         "judge": ["openai"],
         "wandb": ["wandb"],
-        "app": ["gradio"],
+        "app": ["gradio>=5"],
         "quantize": ["bitsandbytes>=0.50"],
         "eval": ["inflect"],
     },

@@ -3,6 +3,7 @@
 Skipped without gradio (extra `app`), the second test also without selenium and ChromeDriver.
 """
 
+import json
 import shutil
 import time
 from types import SimpleNamespace
@@ -69,6 +70,13 @@ def browser(tmp_path):
     window.quit()
 
 
+def asked_addresses(browser) -> list[str]:
+    """Return the addresses that the browser asked for, of its log."""
+    events = [json.loads(line["message"])["message"] for line in browser.get_log("performance")]
+    sent = [event for event in events if event["method"] == "Network.requestWillBeSent"]
+    return [event["params"]["request"]["url"] for event in sent]
+
+
 def test_in_a_browser(page, browser, scenes, tmp_path):
     """A picture, two clicks, a phrase; nothing is fetched from elsewhere."""
     from selenium.webdriver.common.action_chains import ActionChains
@@ -102,9 +110,10 @@ def test_in_a_browser(page, browser, scenes, tmp_path):
         phrase.send_keys("the red circle", Keys.ENTER)
         wait_for("figure img", 2)
         assert all("confidence 0." in caption.text for caption in find("figcaption"))
-        asked = [line["message"] for line in browser.get_log("performance")]
-        urls = [line.split('"url":"')[1].split('"')[0] for line in asked if "WillBeSent" in line]
+        urls = asked_addresses(browser)
         elsewhere = [url for url in urls if url.startswith("http") and app.local_url not in url]
         assert urls and not elsewhere
     finally:
+        browser.get("about:blank")  # gradio may not close while a page still listens
+        time.sleep(1)
         app.close()
