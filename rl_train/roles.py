@@ -23,6 +23,12 @@ def ema_decay_at(update: int, half_life_updates: float) -> float:
     return min(0.5 ** (1 / half_life_updates), (1 + update) / (2 + update))
 
 
+def offloaded_copy(weight: torch.Tensor) -> torch.Tensor:
+    """Return a copy in CPU memory, page-locked if a GPU is to read it."""
+    copy = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=weight.is_cuda)
+    return copy.copy_(weight)
+
+
 class Roles:
     """Three roles of one model, whose own parameters are the policy.
 
@@ -31,20 +37,27 @@ class Roles:
     Args:
         trainable: {name: parameter}, all float32 (a bf16 average at decay 0.999 would never move).
         copies: the roles beside the policy; without "teacher" nothing is averaged.
+        offload: whether copies lie in CPU memory, and on the GPU only while they are used.
 
     Raises:
         ValueError: a parameter is not float32.
     """
 
-    def __init__(self, trainable: dict[str, torch.nn.Parameter], copies: Iterable[str] = COPIES):
+    def __init__(
+        self,
+        trainable: dict[str, torch.nn.Parameter],
+        copies: Iterable[str] = COPIES,
+        offload: bool = False,
+    ):
         for name, parameter in trainable.items():
             if parameter.dtype != torch.float32:
                 raise ValueError(f"{name} is {parameter.dtype}; trainable weights must be float32")
             # Runs at every backward that reaches the parameter.
             parameter.register_hook(self._assert_policy)
         self.trainable, self.active = dict(trainable), "policy"
+        new_copy = offloaded_copy if offload else torch.clone
         self.copies = {
-            role: {n: p.detach().clone() for n, p in trainable.items()} for role in copies
+            role: {n: new_copy(p.detach()) for n, p in trainable.items()} for role in copies
         }
 
     @property
@@ -73,13 +86,22 @@ class Roles:
         policy_weights = {n: p.data for n, p in self.trainable.items()}
         self.active = name
         try:
-            # Pointers are exchanged, no numbers are copied.
-            self._point_at(self.copies[name])
+            # Pointers are exchanged; numbers are copied only of an offloaded role.
+            self._point_at(self._on_device(name))
             with torch.no_grad():
                 yield
         finally:
             self._point_at(policy_weights)
             self.active = "policy"
+
+    def _on_device(self, role: str) -> dict[str, torch.Tensor]:
+        """Return a role's weights where the policy's are: themselves, or copies if offloaded."""
+        if role == "policy":
+            return {name: parameter.data for name, parameter in self.trainable.items()}
+        return {
+            name: weight.to(self.trainable[name].device, non_blocking=True)
+            for name, weight in self.copies[role].items()
+        }
 
     def _point_at(self, weights: dict[str, torch.Tensor]):
         for name, parameter in self.trainable.items():
@@ -91,17 +113,20 @@ class Roles:
         assert self.active == "policy"
         if not self.has_teacher:
             return
+        teacher, policy = self._on_device("teacher"), self._on_device("policy")
         # A few kernels for all tensors together.
-        teacher = [self.copies["teacher"][name] for name in self.trainable]
-        torch._foreach_lerp_(teacher, [p.data for p in self.trainable.values()], 1 - decay)
+        torch._foreach_lerp_(
+            [teacher[name] for name in policy], [policy[name] for name in policy], 1 - decay
+        )
+        for name, weight in self.copies["teacher"].items():
+            if weight.device != teacher[name].device:  # offloaded
+                weight.copy_(teacher[name])
 
     @torch.no_grad()
     def distance(self, a: str, b: str) -> float:
         """Return the RMS difference of two roles' weights, relative to the reference's RMS."""
-        weights = {"policy": self.trainable, **self.copies}
-        weights_a, weights_b, reference = (
-            [weights[role][n].detach() for n in self.trainable] for role in (a, b, "reference")
-        )
+        roles = [self._on_device(role) for role in (a, b, "reference")]
+        weights_a, weights_b, reference = ([role[n] for n in self.trainable] for role in roles)
         difference = torch._foreach_sub(weights_a, weights_b)
         # The norm of all tensors' norms is that of all their elements.
         norms = [torch.stack(torch._foreach_norm(x)).norm().item() for x in (difference, reference)]

@@ -159,8 +159,8 @@ class Qwen3Sa2VAConfig(QwenVLConfig):
         if not isinstance(version, str) or not version.split(".")[0].isdigit():
             raise ValueError(
                 "config.json: transformers_version is missing, by which it is known whether [SEG] "
-                "prompts SAM2 by its state before the final norm (4.57) or after it (5); give "
-                f"seg_state, one of {', '.join(SEG_STATES)}"
+                "prompts SAM2 by its state before the final norm (4.57) or after it (5); add "
+                f"seg_state to it, one of {', '.join(SEG_STATES)}"
             )
         return "before_norm" if int(version.split(".")[0]) < 5 else "after_norm"
 

@@ -10,6 +10,7 @@ from rl_train.utils.rng import RowRNG
 from sa2va_hf import Sa2VAModel
 from sa2va_hf.processing_sa2va import normalise_tiles
 from sa2va_hf.tokenizer import load_tokenizer
+from tests.pretend import Gpu, There
 from tools.demo.make_demo import SHIPPED_CHECKPOINT
 
 
@@ -181,6 +182,50 @@ def test_no_storage_is_shared(toy, roles):
     for copy in roles.copies.values():
         tensors += copy.values()
     assert len({t.data_ptr() for t in tensors}) == len(tensors) == 2 * 3
+
+
+def test_offloaded_roles_do_what_others_do(toy):
+    """On a pretended GPU: copies lie on the CPU, and the numbers are the same."""
+    kept, gpu = Roles(toy.trainable), Gpu()
+    moved = Toy()
+    gpu.take(moved)
+    with gpu:
+        offloaded = Roles(moved.trainable, offload=True)
+        for module, roles in ((toy, kept), (moved, offloaded)):
+            set_policy(module, 5.0)
+            roles.update_teacher(0.5)
+        for copies in offloaded.copies.values():
+            assert not any(isinstance(weight, There) for weight in copies.values())
+        for role in ("policy", "teacher", "reference"):
+            with kept.use(role), offloaded.use(role):
+                assert isinstance(moved.a.data, There) and moved().item() == toy().item()
+        assert isinstance(moved.a.data, There) and moved().item() == toy().item()
+        assert offloaded.drift() == kept.drift()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_offloaded_roles_take_no_memory_of_the_gpu():
+    weight = torch.nn.Parameter(torch.randn(256, 1024, device="cuda"))
+    before = torch.cuda.memory_allocated()
+    offloaded = Roles({"w": weight}, offload=True)
+    assert torch.cuda.memory_allocated() == before
+    kept = Roles({"w": weight})
+    assert torch.cuda.memory_allocated() == before + 2 * weight.nbytes
+    assert all(copy["w"].is_pinned() for copy in offloaded.copies.values())
+    for _ in range(3):
+        with torch.no_grad():
+            weight.add_(torch.randn_like(weight))
+        kept.update_teacher(0.9)
+        offloaded.update_teacher(0.9)
+    for role in ("teacher", "reference"):
+        with kept.use(role):
+            numbers = weight.clone()
+        with offloaded.use(role):
+            assert weight.is_cuda and torch.equal(weight, numbers)
+    assert offloaded.drift() == kept.drift()
+    del numbers
+    assert torch.cuda.memory_allocated() == before + 2 * weight.nbytes
 
 
 def test_use_swaps_and_restores(toy, roles):

@@ -269,9 +269,8 @@ def table(result_json: dict, leave_out: Container[str] = ()) -> str:
 def policy_of(args: Namespace, ranks: RankInfo) -> Policy:
     """Open the policy that the flags name. Raises ValueError that names the flag."""
     most_masks = PolicyConfig.max_masks_per_answer
-    # Not given, they are those of a checkpoint's run, or the model's.
-    names = ("region_prompt", "seg_state")
-    given = {name: vars(args)[name] for name in names if vars(args)[name]}
+    # Not given, it is that of a checkpoint's run, or the model's.
+    given = dict(region_prompt=args.region_prompt) if args.region_prompt else {}
     return open_policy(
         args.model_path,
         args.checkpoint,

@@ -58,11 +58,6 @@ def build_parser(description: str) -> FlagParser:
     ways = ["tokens", "outline", "box", "coordinates"]
     add("--region_prompt", choices=ways, help="how regions are asked about, as in training")
     add(
-        "--seg_state",
-        choices=["before_norm", "after_norm"],
-        help="state of [SEG] that prompts SAM2 (of a Qwen-VL), as in training",
-    )
-    add(
         "--think",
         action="store_true",
         help="ask for thoughts before the answer, as in training, and measure the masks of true "

@@ -112,11 +112,14 @@ class RunState:
         Raises:
             ValueError, KeyError: it is of other weights or tasks.
         """
+        fused = {name: v for name, v in self.optimizer.defaults.items() if name == "fused"}
         for group in state["optimizer"]["param_groups"]:
-            group["fused"] = self.optimizer.defaults["fused"]  # this machine's, not the writer's
+            group |= fused  # this machine's, not the writer's; bitsandbytes' has none
         self.optimizer.load_state_dict(state["optimizer"])
         for parameter, moments in self.optimizer.state.items():
-            for name in ("exp_avg", "exp_avg_sq"):
+            # Of torch's AdamW, or of bitsandbytes'.
+            names = ("exp_avg", "exp_avg_sq") if "exp_avg" in moments else ("state1", "state2")
+            for name in names:
                 if moments[name].shape != parameter.shape:
                     raise ValueError(f"{name} of {tuple(moments[name].shape)}")
         self.scheduler.load_state_dict(state["scheduler"])

@@ -91,13 +91,6 @@ class PolicyConfig:
         family="sa2va",
         choices=["tokens", "outline", "box", "coordinates"],
     )
-    seg_state: str | None = flag(
-        None,
-        "last hidden state of a Qwen-VL at [SEG] that prompts SAM2",
-        default_is="by the transformers_version in config.json",
-        family="sa2va",
-        choices=["before_norm", "after_norm"],
-    )
     max_masks_per_answer: int = 8  # [SEG] that are decoded to masks; further ones stay text
     temperature: float = flag(
         1.0,
@@ -416,6 +409,7 @@ class UpdatesConfig:
     """optimizer and schedule"""
 
     num_iterations: ClassVar[int] = 1  # updates of a step
+    low_memory: ClassVar[tuple[str, ...]] = ()
 
     max_steps: int = flag(
         0,
@@ -471,6 +465,14 @@ class OptimConfig(UpdatesConfig):
         type=COUNT,
         free_on_resume=True,
         lowers_memory_of=("reference", "update"),
+    )
+    low_memory: list[str] = flag(
+        [],
+        "ways to take less GPU memory, which cost time. adamw_8bit: keep AdamW's state in 8 bits "
+        "(the extra `quantize`); offload_roles: keep the weights of teacher and reference in CPU "
+        "memory while they are not used",
+        default_is="none of them",
+        choices=["adamw_8bit", "offload_roles"],
     )
     ema_decay: float | None = flag(
         None,

@@ -22,7 +22,7 @@ from sa2va_hf.hub import CHECKPOINT_FILE, model_folder
 # Flags of a run that its checkpoints' weights depend on.
 FLAGS_OF_WEIGHTS = (
     *("lora_r", "lora_alpha", "sam_path", "image_size", "max_image_tokens"),
-    *("seg_state", "region_prompt"),
+    "region_prompt",
 )
 
 

@@ -16,7 +16,7 @@ from sa2va_hf.hub import CHECKPOINT_FILE, model_folder
 
 ROLES = ["auto", "policy", "teacher"]
 # Flags of a run that an exported Sa2VA is asked by from now on: keys of its config.json.
-KEPT_FLAGS = ("region_prompt", "seg_state")
+KEPT_FLAGS = ("region_prompt",)
 NOT_COPIED = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
 
 

@@ -71,13 +71,13 @@ def quantize_linears(module: nn.Module, choice: str, device: torch.device | str)
                 setattr(parent, name, QuantizedLinear(child, choice, device))
 
 
-def require_library(choice: str):
+def require_library(flag: str):
     """Raise ValueError, naming the flag and the remedy, if bitsandbytes cannot be imported."""
     try:
         import bitsandbytes  # noqa: F401
     except ImportError as error:
         raise ValueError(
-            f"--quantize_base {choice} needs the bitsandbytes library: "
+            f"{flag} needs the bitsandbytes library: "
             "pip install -e '.[quantize]' (the extra `quantize`)"
         ) from error
 

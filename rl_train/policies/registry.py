@@ -55,7 +55,7 @@ def check_model(config: PolicyConfig, tasks: dict[str, str]):
             )
     family.check(config)
     if config.quantize_base:
-        quantize.require_library(config.quantize_base)
+        quantize.require_library(f"--quantize_base {config.quantize_base}")
 
 
 def build_policy(

@@ -478,7 +478,6 @@ def build_policy(
         dtype=dtype,
         # A base that is quantised never lies on the device as a whole.
         device="cpu" if quantized else device,
-        seg_state=config.seg_state,
     )
     if quantized:
         quantize_linears(model.language_model.model.layers, quantized, device)

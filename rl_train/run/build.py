@@ -11,7 +11,7 @@ from torch.utils.data import Subset
 
 from rl_train.checkpoint.fingerprint import BaseFingerprint, fingerprint_of
 from rl_train.checkpoint.save_load import RunState
-from rl_train.config.grpo_config import Config, OptimConfig, PolicyConfig, RewardConfig
+from rl_train.config.grpo_config import Config, PolicyConfig, RewardConfig, UpdatesConfig
 from rl_train.data.base import RegionDataset
 from rl_train.data.distractors import unwrap_subset
 from rl_train.data.loader import StepSampler
@@ -126,7 +126,8 @@ def build(
     kept_roles = roles_to_keep(config.task_classes, config.samples_answers)
     # A resumed run measures its initial weights before it forgets them: `train_and_evaluate`.
     until_evaluated = ("reference",) if config.run.resume else ()
-    roles = Roles(policy.trainable, kept_roles or until_evaluated)
+    offload = "offload_roles" in config.optim.low_memory
+    roles = Roles(policy.trainable, kept_roles or until_evaluated, offload)
     if config.run.merge_at_end == "teacher" and not roles.has_teacher:
         raise ValueError("--merge_at_end teacher: no task of --tasks has a teacher")
     context = TaskContext(
@@ -267,13 +268,17 @@ def roles_to_keep(task_classes: dict[str, type], samples_answers: bool) -> tuple
     return ("reference",) if samples_answers or asked else ()
 
 
-def build_optimizer(config: OptimConfig, policy: Policy) -> torch.optim.AdamW:
+def build_optimizer(config: UpdatesConfig, policy: Policy) -> torch.optim.Optimizer:
     """Build AdamW of everything that trains; text_hidden_fcs has a learning rate of its own."""
     rates = dict(text_hidden_fcs=config.text_hidden_fcs_lr or config.learning_rate)
     groups = {}  # {learning rate: parameter group}
     for name, parameter in policy.trainable.items():
         rate = rates.get(policy.group_of[name], config.learning_rate)
         groups.setdefault(rate, dict(params=[], lr=rate))["params"].append(parameter)
+    if "adamw_8bit" in config.low_memory:
+        from bitsandbytes.optim import AdamW8bit  # of an extra
+
+        return AdamW8bit(list(groups.values()), weight_decay=config.weight_decay)
     fused = policy.device.type == "cuda"
     return torch.optim.AdamW(groups.values(), weight_decay=config.weight_decay, fused=fused)
 

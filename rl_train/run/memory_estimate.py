@@ -1,6 +1,6 @@
 """GPU memory that a run holds at its start."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from rl_train.policies.base import Policy
 from rl_train.roles import COPIES
@@ -8,11 +8,20 @@ from rl_train.roles import COPIES
 GIB = 2**30
 
 
-def standing_memory(policy: Policy, copies: Iterable[str] = COPIES) -> dict[str, int]:
-    """Return {part: bytes} that a run holds on each GPU at any batch size."""
+def standing_memory(
+    policy: Policy, copies: Collection[str] = COPIES, low_memory: Collection[str] = ()
+) -> dict[str, int]:
+    """Return {part: bytes} that a run holds on each GPU at any batch size.
+
+    Args:
+        low_memory: ways to take less, as in `OptimConfig`.
+    """
+    if "offload_roles" in low_memory:
+        copies = ()
     weights = sum(parameter.nbytes for parameter in policy.trainable.values())
     base = sum(parameter.nbytes for parameter in policy.model.parameters()) - weights
     trained = {"trainable weights": 1} | ({" and ".join(copies): len(copies)} if copies else {})
-    # AdamW's two moments and the gradient, each as large as the weights.
-    trained |= {"optimizer": 2, "gradients": 1}
-    return {"frozen base": base} | {part: n * weights for part, n in trained.items()}
+    # AdamW's two moments, in 8 bits a quarter of float32, and the gradient.
+    moments = 0.5 if "adamw_8bit" in low_memory else 2
+    trained |= {"optimizer": moments, "gradients": 1}
+    return {"frozen base": base} | {part: int(n * weights) for part, n in trained.items()}

@@ -17,6 +17,7 @@ from rl_train.distributed.process_group import RankInfo, print0
 from rl_train.loggers.text_log import TextLog
 from rl_train.loggers.wandb import start_wandb
 from rl_train.policies.lora import parameter_counts
+from rl_train.policies.quantize import require_library
 from rl_train.policies.registry import check_model
 from rl_train.rewards.ablations import AblationReward
 from rl_train.rewards.meteor import require_wordnet
@@ -48,6 +49,8 @@ def start_run(config: Config, ranks: RankInfo) -> Run:
     messages.print_warning(messages.unused_gpu(ranks))
     config = replace(config, policy=download_models(config.policy))
     check_model(config.policy, families_of(config.task_classes))
+    if "adamw_8bit" in config.optim.low_memory:
+        require_library("--low_memory adamw_8bit")
     has_begun = check_folder(config, ranks)
     resume = save_load.find_resume_checkpoint(config.run.resume, config.run.output_dir)
     require_wordnet()  # now, not after the first rollout
@@ -59,7 +62,7 @@ def start_run(config: Config, ranks: RankInfo) -> Run:
         check_data_of_run(config, resume, data.facts)
     sampler = build_sampler(config, data.train_set, ranks)
     run = build(config, ranks, data, sampler, rewards)
-    print_sizes(run.state, ranks)
+    print_sizes(config, run.state, ranks)
     if sampler.mixture:
         print0(sampler.mixture.describe(sampler.prompts_per_step, run.max_steps))
     if resume:
@@ -93,14 +96,15 @@ def download_models(config: PolicyConfig) -> PolicyConfig:
     return replace(config, model_path=model_path, sam_path=sam_path)
 
 
-def print_sizes(state: save_load.RunState, ranks: RankInfo):
+def print_sizes(config: Config, state: save_load.RunState, ranks: RankInfo):
     """Print what the model is, how many parameters train, and the memory that the run holds."""
     policy = state.policy
     messages.print_warning(policy.summary())
     counts = parameter_counts(policy.model, policy.group_of)
     print0(messages.parameters(counts))
     messages.print_warning(messages.large_on_cpu(counts.total(), ranks))
-    print0(messages.memory(standing_memory(policy, state.roles.copies), ranks))
+    sizes = standing_memory(policy, state.roles.copies, config.optim.low_memory)
+    print0(messages.memory(sizes, ranks))
 
 
 def check_data_of_run(config: Config, resume: Path | None, data: DataFacts):

@@ -149,7 +149,7 @@ def test_a_run_resumes_with_the_same_base_alone(choice, data, tmp_path):
 def test_without_the_library_the_extra_is_named(monkeypatch, data, tmp_path):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ValueError, match=r"--quantize_base 4bit .*'\.\[quantize\]'"):
-        require_library("4bit")
+        require_library("--quantize_base 4bit")
     sentence = complaint_of(flags(data, tmp_path / "run", quantize_base="8bit"))
     assert "--quantize_base 8bit needs" in sentence and not (tmp_path / "run").exists()
 

@@ -88,7 +88,9 @@ def test_a_file_without_version(family, copy):
     if family == "qwen25vl":
         assert Sa2VAConfig.from_pretrained(copy).seg_state == "after_norm"
         return
-    with pytest.raises(ValueError, match="transformers_version is missing, by which .* give seg_"):
+    with pytest.raises(
+        ValueError, match="transformers_version is missing, by which .* add seg_state to it"
+    ):
         Sa2VAModel.from_pretrained(copy)
     assert Sa2VAModel.from_pretrained(copy, seg_state="before_norm").folder == copy
 

@@ -39,7 +39,8 @@ def base_bytes(state: RunState) -> int:
 def measure(options: Options) -> dict:
     """Return GiB as {"standing": by part, "later": peaks by phase, "peak", "base", .., "ratio"}."""
     w = workload.build(options)
-    standing, base = standing_memory(w.policy, w.state.roles.copies), base_bytes(w.state)
+    standing = standing_memory(w.policy, w.state.roles.copies, w.config.optim.low_memory)
+    base = base_bytes(w.state)
     clocks, _ = w.run()
     later = {p: max(clock.peaks.get(p, 0.0) for clock in clocks) for p in clocks[0].seconds}
     measured = dict(

@@ -320,7 +320,9 @@ def random_state(
     policy = random_policy(config, options, policy_class, lengths)
     start_lora(policy.trainable)
     task_classes = config.task_classes
-    roles = Roles(policy.trainable, roles_to_keep(task_classes, config.samples_answers))
+    kept_roles = roles_to_keep(task_classes, config.samples_answers)
+    offload = "offload_roles" in config.optim.low_memory
+    roles = Roles(policy.trainable, kept_roles, offload)
     rewards = tuple(map(UserReward.parse, config.reward.reward))
     context = TaskContext(policy, roles, tokens, user_rewards=rewards)
     tasks = [task_classes[name](options, context) for name, options in config.tasks.items()]
