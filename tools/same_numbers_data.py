@@ -13,7 +13,7 @@ from PIL import Image
 from tools.demo.clump_scenes import rows as clump_rows
 from tools.demo.make_demo import write_split
 from tools.demo.refcoco_writer import drawn_scenes, write_refcoco
-from tools.demo.scenes import HELDOUT, TINY, TRAIN, make_scene
+from tools.demo.scenes import ATTRIBUTES, HELDOUT, TRAIN, make_scene
 from tools.gar_writer import encode_image, encode_mask, write_gar
 
 NUM_SCENES = 6  # of each format that is only read
@@ -23,9 +23,7 @@ def write_demo(folder: Path):
     """Write the shapes demo: train/, heldout/ in GAR's layout and attributes.json."""
     write_split(folder / "train", 0, TRAIN, 60)
     write_split(folder / "heldout", 0, HELDOUT, 8)
-    vocabulary = {
-        name: {value: [value] for value in values} for name, values in TINY.attributes.items()
-    }
+    vocabulary = {name: {value: [value] for value in vs} for name, vs in ATTRIBUTES.items()}
     (folder / "attributes.json").write_text(json.dumps(vocabulary))
 
 

@@ -19,14 +19,14 @@ from rl_train.rewards import mask_iou
 from rl_train.tasks.base import TaskContext
 from rl_train.tasks.sft_tasks import Examples, ReferringSegmentation, RegionCaptions
 from sa2va_hf.losses import resize_masks
-from tools.demo.scenes import MID
+from tools.demo.scenes import ATTRIBUTES
 
 if TYPE_CHECKING:
     from rl_train.engine.engine import ScoreOutput
     from sa2va_hf.batches import ImageFeatures
 
 
-VALUES = [value for values in MID.attributes.values() for value in values]  # TINY's are among them
+VALUES = [value for values in ATTRIBUTES.values() for value in values]
 VALUE = re.compile(rf"\b({'|'.join(VALUES)})\b")
 
 

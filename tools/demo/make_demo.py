@@ -3,9 +3,6 @@
     python -m tools.demo.make_demo --output_dir outputs/demo # data + the checkpoint that ships here
     # data + one made anew
     python -m tools.demo.make_demo --output_dir outputs/demo --train_checkpoint
-    # richer scenes at 448 px and 63 M weights, on a GPU
-    python -m tools.demo.make_demo --size mid --workers 8 --output_dir outputs/mid \
-        --train_checkpoint
 
 Everything is drawn by code from --seed, which also begins the checkpoint. The checkpoint, in the
 original layout, is trained by `rl_train.sft` from random weights. Its mistakes are put in by hand,
@@ -34,10 +31,9 @@ from rl_train.train import main as run_training
 from rl_train.utils.command_line import FlagParser, run_program
 from sa2va_hf import Sa2VAConfig, Sa2VAModel
 from sa2va_hf.tokenizer import load_tokenizer
-from tools.demo.model import initialise, make_tokenizer
+from tools.demo.model import CONFIG, initialise, make_tokenizer
 from tools.demo.new_folder import complete_or_absent, save
-from tools.demo.scenes import HELDOUT, TINY, TRAIN, WARM_START, Kind, in_order, make_scene
-from tools.demo.sizes import SIZES, Size
+from tools.demo.scenes import ATTRIBUTES, HELDOUT, TRAIN, WARM_START, in_order, make_scene
 from tools.demo.unsettle import unsettle
 from tools.gar_writer import write_gar
 
@@ -53,17 +49,18 @@ PARTS = dict(
     unsettle="",
     decide="--tasks tools.demo.unsettle:Decided --distractors --trainable_modules hypernetworks",
 )
+# (max_steps, learning_rate) of each part that trains
+SCHEDULES = dict(hints=(750, 1e-3), learn=(150, 6e-4), err=(200, 5e-4), decide=(20, 1e-3))
+BATCH_SIZE = 64
+TRAIN_SCENES, HELDOUT_SCENES, WARM_START_SCENES = 800, 100, 1500
 MAX_ANSWER_TOKENS = 24
 
 
-def write_split(
-    folder: Path, seed: int, split: int, num_scenes: int, kind: Kind = TINY, workers: int = 0
-):
-    """Write one row per object of each scene, in GAR layout; drawn by so many processes."""
+def write_split(folder: Path, seed: int, split: int, num_scenes: int, workers: int = 0):
+    """Write one row per object of each scene, in GAR layout; drawn by `workers` processes."""
 
     def rows():
-        draw = partial(make_scene, seed, split, kind=kind)
-        scenes = in_order(draw, num_scenes, workers)
+        scenes = in_order(partial(make_scene, seed, split), num_scenes, workers)
         # disable=None: no bar where the output is no terminal
         for scene in tqdm(scenes, desc="scenes", total=num_scenes, leave=False, disable=None):
             for obj in scene.objects:
@@ -74,7 +71,7 @@ def write_split(
     write_gar(rows(), folder)
 
 
-def train_checkpoint(output_dir: Path, size: Size, args: argparse.Namespace):
+def train_checkpoint(output_dir: Path, args: argparse.Namespace):
     """Train a Sa2VA from random weights into output_dir/checkpoint (bf16 numbers, tokenizer).
 
     Each part of PARTS begins with what the one before it left in output_dir/warm_start/part.
@@ -82,17 +79,17 @@ def train_checkpoint(output_dir: Path, size: Size, args: argparse.Namespace):
     torch.manual_seed(args.seed)
     warm_start = output_dir / "warm_start"
     before = warm_start / "random"
-    tokenizer = make_tokenizer(args.seed, size.kind, args.workers)
+    tokenizer = make_tokenizer(args.seed, args.workers)
     if args.parts[0] == "hints":
-        llm = size.config["llm_config"] | {"vocab_size": len(tokenizer)}
-        model = Sa2VAModel(Sa2VAConfig(**size.config | {"llm_config": llm}))
+        llm = CONFIG["llm_config"] | {"vocab_size": len(tokenizer)}
+        model = Sa2VAModel(Sa2VAConfig(**CONFIG | {"llm_config": llm}))
         initialise(model)
         model.save_pretrained(before, torch.float32)
         tokenizer.save_pretrained(before)
-        scenes = args.warm_start_scenes or size.warm_start_scenes
         shutil.rmtree(warm_start / "data", ignore_errors=True)
-        write_split(warm_start / "data", args.seed, WARM_START, scenes, size.kind, args.workers)
-    steps = dict(zip(size.warm_start, args.warm_start_steps or ()))
+        scenes = args.warm_start_scenes
+        write_split(warm_start / "data", args.seed, WARM_START, scenes, args.workers)
+    steps = dict(zip(SCHEDULES, args.warm_start_steps))
     for part in PARTS:
         model = warm_start / part / "final_model"
         # Parts that were done before are only passed on to the next.
@@ -101,28 +98,21 @@ def train_checkpoint(output_dir: Path, size: Size, args: argparse.Namespace):
             if part == "unsettle":
                 unsettled(before, model, warm_start / "data", args.seed)
             else:
-                flags = size.warm_start[part]
-                flags |= dict(max_steps=steps[part]) if steps else {}
-                supervise(part, before, output_dir, size, flags, args)
+                supervise(part, before, output_dir, steps[part], args)
             print(f"{part}: {time.perf_counter() - began:.0f} s, {model}", flush=True)
         before = model
     save(Sa2VAModel.from_pretrained(before), tokenizer, output_dir / "checkpoint")
 
 
-def supervise(
-    part: str, base: Path, output_dir: Path, size: Size, sft_flags: dict, args: argparse.Namespace
-):
+def supervise(part: str, base: Path, output_dir: Path, max_steps: int, args: argparse.Namespace):
     """Train the model in `base` by a part of PARTS: the run in output_dir/warm_start/part."""
     flags = dict(model_path=base, data_dir=output_dir / "warm_start" / "data")
     flags |= dict(eval_data_dir=output_dir / "heldout", eval_steps=0, eval_samples=64)
     flags |= dict(output_dir=output_dir / "warm_start" / part, seed=args.seed)
-    flags |= dict(
-        dtype=size.dtype, max_completion_length=MAX_ANSWER_TOKENS, num_workers=args.workers
-    )
-    flags |= dict(weight_decay=0.01, save_steps=sft_flags["max_steps"])
-    argv = [
-        str(word) for name, value in (flags | sft_flags).items() for word in (f"--{name}", value)
-    ]
+    flags |= dict(dtype="float32", max_completion_length=MAX_ANSWER_TOKENS)
+    flags |= dict(num_workers=args.workers, weight_decay=0.01, batch_size=BATCH_SIZE)
+    flags |= dict(max_steps=max_steps, save_steps=max_steps, learning_rate=SCHEDULES[part][1])
+    argv = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
     argv += ["--no-gradient_checkpointing", *PARTS[part].split()]
     run_training(argv, sft.SFT, sft.train)
 
@@ -142,29 +132,27 @@ def build_parser() -> FlagParser:
     add = parser.add_argument
     outputs = "receives train/, heldout/, checkpoint/, attributes.json"
     add("--output_dir", type=Path, required=True, help=outputs)
-    add(
-        "--size",
-        choices=list(SIZES),
-        default="tiny",
-        help="of scenes and model (tools/demo/sizes.py)",
-    )
-    add("--train_scenes", type=int, help="scenes drawn for training; default: the size's")
-    add("--heldout_scenes", type=int, help="scenes drawn for evaluation; default: the size's")
+    add("--train_scenes", type=int, default=TRAIN_SCENES, help="scenes drawn for training")
+    add("--heldout_scenes", type=int, default=HELDOUT_SCENES, help="scenes drawn for evaluation")
     add(
         "--train_checkpoint",
         action="store_true",
-        help="train the checkpoint instead of copying the shipped one, which is tiny",
+        help="train the checkpoint instead of copying the shipped one",
     )
     add(
         "--warm_start_steps",
         type=int,
         nargs=4,
+        default=[steps for steps, _ in SCHEDULES.values()],
         metavar=("HINTS", "LEARN", "ERR", "DECIDE"),
         help="steps of the supervised training's parts: examples with hints, without, mistakes, "
-        "decided masks; default: the size's",
+        "decided masks",
     )
     add(
-        "--warm_start_scenes", type=int, help="scenes drawn for the warm start; default: the size's"
+        "--warm_start_scenes",
+        type=int,
+        default=WARM_START_SCENES,
+        help="scenes drawn for the warm start",
     )
     add(
         "--parts",
@@ -181,31 +169,27 @@ def build_parser() -> FlagParser:
 def main(argv: list[str] | None = None):
     parser = build_parser()
     args = parser.parse_args(argv)
-    size = SIZES[args.size]
-    if args.size != "tiny" and not args.train_checkpoint:
-        parser.error(f"--size {args.size} needs --train_checkpoint: only the tiny one ships")
     if args.parts != list(PARTS)[-len(args.parts) :]:
         parser.error(f"--parts {' '.join(args.parts)}: not the last of {' '.join(PARTS)}, in order")
     for part in args.parts if args.train_checkpoint else ():
         if (folder := args.output_dir / "warm_start" / part).exists():
             parser.error(f"--parts {part}: {folder} holds an earlier one, remove it")
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    values = size.kind.attributes
-    attribute_phrases = {name: {value: [value] for value in vs} for name, vs in values.items()}
+    attribute_phrases = {name: {value: [value] for value in vs} for name, vs in ATTRIBUTES.items()}
     (args.output_dir / "attributes.json").write_text(json.dumps(attribute_phrases, indent=1) + "\n")
     for name, split, count in (
-        ("train", TRAIN, args.train_scenes or size.train_scenes),
-        ("heldout", HELDOUT, args.heldout_scenes or size.heldout_scenes),
+        ("train", TRAIN, args.train_scenes),
+        ("heldout", HELDOUT, args.heldout_scenes),
     ):
         if not (args.output_dir / name).exists():
             began, folder = time.perf_counter(), args.output_dir / name
             print(f"drawing {count} scenes into {folder}", flush=True)
             with complete_or_absent(folder) as unfinished:
-                write_split(unfinished, args.seed, split, count, size.kind, args.workers)
+                write_split(unfinished, args.seed, split, count, args.workers)
             print(f"drawn in {time.perf_counter() - began:.0f} s", flush=True)
     checkpoint = args.output_dir / "checkpoint"
     if args.train_checkpoint:
-        train_checkpoint(args.output_dir, size, args)
+        train_checkpoint(args.output_dir, args)
     elif not checkpoint.exists():
         with complete_or_absent(checkpoint) as unfinished:
             shutil.copytree(SHIPPED_CHECKPOINT, unfinished, dirs_exist_ok=True)

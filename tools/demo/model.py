@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from sa2va_hf import PROMPT_TEMPLATE, Sa2VAModel
 from sa2va_hf.prompts import DESCRIBE, SEGMENT_ANSWERS, SEGMENT_WORDINGS
 from tools.demo.new_folder import new_config, train_tokenizer
-from tools.demo.scenes import TINY, WARM_START, Kind, in_order, make_scene
+from tools.demo.scenes import WARM_START, in_order, make_scene
 
 SPECIAL_TOKENS = [
     "<|endoftext|>",
@@ -62,49 +62,11 @@ CONFIG = new_config(
         ),
     ),
 )
-MID_CONFIG = new_config(  # 63 M weights
-    vision=dict(
-        image_size=448,
-        hidden_size=512,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        intermediate_size=2048,
-    ),
-    llm=dict(
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=2048,
-    ),
-    max_dynamic_patch=1,
-    sam2_config=dict(
-        image_size=512,
-        hidden_size=256,
-        mask_decoder_mlp_dim=512,
-        mask_decoder_heads=8,
-        memory_channels=64,
-        memory_layers=1,
-        memory_mlp_dim=256,
-        memory_fuser_dim=256,
-        backbone=dict(
-            hidden_size=64,
-            num_attention_heads=1,
-            blocks_per_stage=[1, 2, 4, 1],
-            embed_dim_per_stage=[64, 128, 256, 512],
-            num_attention_heads_per_stage=[1, 2, 4, 8],
-            window_size_per_stage=[8, 4, 8, 8],
-            global_attention_blocks=[4, 6],
-            window_positional_embedding_background_size=[7, 7],
-        ),
-    ),
-)
 
 
-def make_tokenizer(seed: int, kind: Kind = TINY, workers: int = 0) -> PreTrainedTokenizerFast:
+def make_tokenizer(seed: int, workers: int = 0) -> PreTrainedTokenizerFast:
     """Train the tokenizer of the demo's scenes."""
-    scenes = in_order(partial(make_scene, seed, WARM_START, kind=kind), 300, workers)
+    scenes = in_order(partial(make_scene, seed, WARM_START), 300, workers)
     return tokenizer_of((obj.caption for scene in scenes for obj in scene.objects), 640)
 
 

@@ -1,7 +1,6 @@
 """Report what the demo's captions and masks get wrong, by attribute.
 
     python -m tools.demo.report --checkpoint outputs/demo/checkpoint [--output F.json]
-    python -m tools.demo.report --checkpoint outputs/mid/checkpoint --size mid --device cuda
 
 On held-out scenes: how many attributes tell an object from the others of its scene; which of them
 the checkpoint's greedy captions get right, beside a linear probe on the features of the region that
@@ -23,8 +22,7 @@ from rl_train.policies.sa2va_queries import describe, segment_by_own_answer
 from rl_train.rewards import mask_iou
 from rl_train.utils.command_line import FlagParser, run_program
 from sa2va_hf.batches import ImageFeatures
-from tools.demo.scenes import HELDOUT, TRAIN, Scene, caption, make_scene
-from tools.demo.sizes import SIZES
+from tools.demo.scenes import ATTRIBUTES, HELDOUT, TRAIN, Scene, caption, make_scene
 
 TOKENS = 32  # of an answer, at most
 PROBE_STEPS = 300
@@ -164,27 +162,24 @@ class Report:
 def main(argv: list[str] | None = None):
     parser = FlagParser(prog="python -m tools.demo.report", description=__doc__)
     parser.add_argument("--checkpoint", type=Path, required=True)
-    sizes = "that the demo was made with"
-    parser.add_argument("--size", choices=list(SIZES), default="tiny", help=sizes)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--scenes", type=int, default=60, help="held-out scenes")
     parser.add_argument("--probe_scenes", type=int, default=300, help="that probes are fitted on")
     parser.add_argument("--seed", type=int, default=0, help="of the demo's scenes")
     parser.add_argument("--output", type=Path, help="JSON file of all figures")
     args = parser.parse_args(argv)
-    kind = SIZES[args.size].kind
     heldout, training = (
-        [make_scene(args.seed, split, i, kind) for i in range(number)]
+        [make_scene(args.seed, split, i) for i in range(number)]
         for split, number in ((HELDOUT, args.scenes), (TRAIN, args.probe_scenes))
     )
-    report = Report(args.checkpoint, args.seed, kind.attributes, args.device)
+    report = Report(args.checkpoint, args.seed, ATTRIBUTES, args.device)
     apart = told_apart(heldout)
     for k, row in apart.items():
         print(
             f"{k} attributes tell an object apart: {row['any']:.2f}, the best {k} {row['best']:.2f}"
         )
     stated, read = report.stated(heldout), report.probe(training, heldout)
-    for name, values in kind.attributes.items():
+    for name, values in ATTRIBUTES.items():
         print(
             f"{name}: said {stated[name]:.2f}, read {read[name]:.2f}, chance {1 / len(values):.2f}"
         )

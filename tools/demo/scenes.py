@@ -3,8 +3,7 @@
 Everything follows from a seed: scene i of split s is `make_scene(seed, s, i)`, whatever was drawn
 before it. No attribute alone tells an object from the others of its scene: its pattern, its colour,
 its shape and its place are each shared by another object. All together tell it from all
-others. Captions are of the same words but for these. There are two kinds of scenes: of TINY objects
-are of one size and apart, of MID they have a size too, and hide parts of one another.
+others. Captions are of the same words but for these. Objects are of one size and apart.
 
 H, W = image height and width in pixels; positions are (x, y) in pixels, x to the right.
 """
@@ -22,6 +21,7 @@ from tools.demo.shapes import background, pattern, place, stamp
 
 Result = TypeVar("Result")
 TRAIN, HELDOUT, WARM_START = 0, 1, 2  # split numbers of make_scene
+PATTERNS = ("plain", "striped", "ruled", "checked")
 COLORS = {
     "red": (214, 36, 40),
     "green": (36, 150, 62),
@@ -31,13 +31,8 @@ COLORS = {
     "orange": (246, 132, 20),
     "black": (22, 22, 22),
     "white": (252, 252, 252),
-    "cyan": (40, 200, 216),
-    "lime": (156, 222, 36),
-    "pink": (246, 132, 186),
-    "brown": (122, 72, 32),
 }
-SHAPES = ("circle", "square", "triangle", "cross", "star", "diamond", "ring", "arrow")
-PATTERNS = ("plain", "striped", "ruled", "checked", "dotted", "hatched")
+SHAPES = ("circle", "square", "triangle", "cross")
 POSITIONS = ("top left", "top right", "bottom left", "bottom right")
 BACKGROUNDS = {
     "grey": (182, 182, 182),
@@ -48,12 +43,6 @@ BACKGROUNDS = {
 }
 
 PAIRS = (  # of values that are easily taken for one another; a scene has both of a pair or none
-    ("small", "medium", "large"),
-    ("dotted", "hatched"),
-    ("cyan", "lime"),
-    ("pink", "brown"),
-    ("star", "diamond"),
-    ("ring", "arrow"),
     ("plain", "checked"),
     ("striped", "ruled"),
     ("blue", "purple"),
@@ -70,44 +59,12 @@ COLOR_JITTER = 10  # of 255, per object and channel
 TRIES = 30  # places for one object, before the scene is drawn again
 
 
-@dataclass(frozen=True)
-class Kind:
-    """Objects that a set of scenes may hold."""
-
-    attributes: dict[str, tuple[str, ...]]  # the values of each, in the order of a caption
-    num_objects: tuple[int, ...]
-    image_sizes: tuple[tuple[int, int], ...]  # (W, H)
-    diameters: dict[str, tuple[float, float]]  # by an object's size, of min(H, W)
-    stripe: int  # pixels that a stripe of a pattern is wide
-    visible: float = 1.0  # least fraction of an object that is not hidden; 1: objects are apart
-
-
-TINY = Kind(
-    attributes={
-        "pattern": PATTERNS[:4],
-        "color": tuple(COLORS)[:8],
-        "shape": SHAPES[:4],
-        "position": POSITIONS,
-    },
-    num_objects=(5, 6),
-    image_sizes=((256, 256), (320, 240), (240, 320), (288, 240)),
-    diameters={"": (0.20, 0.28)},
-    stripe=5,
-)
-MID = Kind(
-    attributes={
-        "size": ("small", "medium", "large"),
-        "pattern": PATTERNS,
-        "color": tuple(COLORS),
-        "shape": SHAPES,
-        "position": POSITIONS,
-    },
-    num_objects=(6, 7, 8, 9),
-    image_sizes=((448, 448), (560, 420), (420, 560), (504, 448)),
-    diameters={"small": (0.13, 0.15), "medium": (0.19, 0.215), "large": (0.27, 0.30)},
-    stripe=7,
-    visible=0.7,
-)
+# The values of each attribute, in the order of a caption
+ATTRIBUTES = dict(pattern=PATTERNS, color=tuple(COLORS), shape=SHAPES, position=POSITIONS)
+NUM_OBJECTS = (5, 6)
+IMAGE_SIZES = ((256, 256), (320, 240), (240, 320), (288, 240))  # (W, H)
+DIAMETERS = (0.20, 0.28)  # of an object, of min(H, W)
+STRIPE = 5  # pixels that a stripe of a pattern is wide
 
 
 @dataclass(frozen=True)
@@ -118,14 +75,12 @@ class Object:
     color: str
     shape: str
     position: str
-    mask: np.ndarray  # (H, W) bool, what is to be seen of it
-    size: str = ""  # where all are of one
+    mask: np.ndarray  # (H, W) bool
 
     @property
     def attributes(self) -> tuple[str, ...]:
         """Return the values of the attributes, in the order of a caption."""
-        size = (self.size,) if self.size else ()
-        return *size, self.pattern, self.color, self.shape, self.position
+        return self.pattern, self.color, self.shape, self.position
 
     @property
     def caption(self) -> str:
@@ -163,9 +118,9 @@ def caption(*values: str) -> str:
     return f"A {' '.join(values[:-1])} in the {values[-1]}."
 
 
-def make_scene(seed: int, split: int, index: int, kind: Kind = TINY) -> Scene:
+def make_scene(seed: int, split: int, index: int) -> Scene:
     """Draw scene `index` of split number `split`; the same numbers give the same pixels."""
-    return draw_scene(np.random.default_rng([seed, split, index]), kind)
+    return draw_scene(np.random.default_rng([seed, split, index]))
 
 
 def in_order(function: Callable[[int], Result], number: int, workers: int = 0) -> Iterator[Result]:
@@ -181,20 +136,20 @@ def in_order(function: Callable[[int], Result], number: int, workers: int = 0) -
         yield from pool.imap(function, range(number), chunksize=4)
 
 
-def draw_scene(rng: np.random.Generator, kind: Kind = TINY) -> Scene:
+def draw_scene(rng: np.random.Generator) -> Scene:
     """Draw a scene, again from `rng` until its objects fit."""
     while True:
-        plan, scene = _plan(rng, kind), None
+        plan, scene = _plan(rng), None
         if len(set(plan)) == len(plan):
-            scene = _draw(rng, plan, kind)
+            scene = _draw(rng, plan)
         if scene is not None:
             return scene
 
 
-def _plan(rng, kind) -> list[tuple[str, ...]]:
+def _plan(rng) -> list[tuple[str, ...]]:
     """Return the attributes of each object; every value that occurs does so twice or more."""
-    number = int(rng.choice(kind.num_objects))
-    return list(zip(*(_shared(rng, values, number) for values in kind.attributes.values())))
+    number = int(rng.choice(NUM_OBJECTS))
+    return list(zip(*(_shared(rng, values, number) for values in ATTRIBUTES.values())))
 
 
 def _shared(rng, values, number: int) -> list[str]:
@@ -207,16 +162,14 @@ def _shared(rng, values, number: int) -> list[str]:
     return rng.permutation(used * 2 + rng.choice(used, number - 2 * len(used)).tolist()).tolist()
 
 
-def _draw(rng, plan, kind) -> Scene | None:
+def _draw(rng, plan) -> Scene | None:
     """Draw objects with these attributes; return None if one finds no place."""
-    width, height = kind.image_sizes[rng.integers(len(kind.image_sizes))]
+    width, height = IMAGE_SIZES[rng.integers(len(IMAGE_SIZES))]
     empty = background(rng, BACKGROUNDS[str(rng.choice(list(BACKGROUNDS)))], width, height)
-    occupied, objects, areas, stamps = np.zeros((height, width), dtype=bool), [], [], []
+    occupied, objects, stamps = np.zeros((height, width), dtype=bool), [], []
     for values in plan:
-        obj = Object(
-            mask=np.zeros((height, width), dtype=bool), **dict(zip(kind.attributes, values))
-        )
-        diameter = rng.uniform(*kind.diameters[obj.size]) * min(width, height)
+        obj = Object(mask=np.zeros((height, width), dtype=bool), **dict(zip(ATTRIBUTES, values)))
+        diameter = rng.uniform(*DIAMETERS) * min(width, height)
         alpha = stamp(rng, obj.shape, diameter)  # (h, w) in 0..1
         top, left = (
             (height // 2) * obj.position.startswith("bottom"),
@@ -226,22 +179,17 @@ def _draw(rng, plan, kind) -> Scene | None:
             rows, cols = place(rng, alpha.shape, width // 2, height // 2)
             box = np.s_[top + rows.start : top + rows.stop, left + cols.start : left + cols.stop]
             around = tuple(slice(max(s.start - GAP, 0), s.stop + GAP) for s in box)
-            separate = not occupied[around].any()
-            if separate or kind.visible < 1 and leaves(kind.visible, objects, areas, box, alpha):
+            if not occupied[around].any():
                 break
         else:
             return None
-        # Objects drawn earlier are hidden where this one lies.
-        for other in objects:
-            other.mask[box] &= alpha < 0.5
         obj.mask[box] = alpha >= 0.5
         occupied[box] = True
-        areas.append(obj.mask.sum())
         jitter = rng.integers(-COLOR_JITTER, COLOR_JITTER + 1, 3)
         paint = np.clip(np.array(COLORS[obj.color]) + jitter, 0, 255)
         # A lighter tone of a dark paint, a darker one of a light paint.
         second = paint + CONTRAST * ((GREY > paint.mean()) * 255 - paint)
-        tones = pattern(rng, obj.pattern, alpha.shape, kind.stripe)
+        tones = pattern(rng, obj.pattern, alpha.shape, STRIPE)
         stamps.append(Stamp(box, alpha, tones, paint, second))
         objects.append(obj)
     # Painted once every object has a place.
@@ -251,22 +199,3 @@ def _draw(rng, plan, kind) -> Scene | None:
         canvas[s.box] += s.alpha[..., None] * (colors - canvas[s.box])
     image = Image.fromarray(np.clip(canvas.round(), 0, 255).astype(np.uint8))
     return Scene(image, tuple(objects))
-
-
-def leaves(
-    visible: float,
-    objects: list[Object],
-    areas: list[int],
-    box: tuple[slice, slice],
-    alpha: np.ndarray,
-) -> bool:
-    """Tell whether a stamp in the window `box` leaves a fraction `visible` of each object.
-
-    Args:
-        areas: pixels of each object, hidden ones included.
-        alpha: (h, w) in 0..1 of the stamp.
-    """
-    return all(
-        obj.mask.sum() - (obj.mask[box] & (alpha >= 0.5)).sum() >= visible * area
-        for obj, area in zip(objects, areas)
-    )

@@ -5,10 +5,8 @@ from collections.abc import Callable
 import numpy as np
 from PIL import Image, ImageDraw
 
-MAX_TILT = 8.0  # degrees; 45 would turn a square into a diamond
+MAX_TILT = 8.0  # degrees
 SUPERSAMPLE = 4
-HOLE = 0.5  # of a ring's radius
-DOT = 0.36  # radius of a dot, of the distance between two
 
 
 def background(
@@ -34,10 +32,9 @@ def stamp(rng: np.random.Generator, shape: str, diameter: float) -> np.ndarray:
     big = Image.new("L", (side * SUPERSAMPLE,) * 2)
     draw = ImageDraw.Draw(big)
     centre, radius = side * SUPERSAMPLE / 2, diameter * SUPERSAMPLE / 2
-    if shape in ("circle", "ring"):
-        for part, fill in ((1, 255), (HOLE, 0))[: 1 + (shape == "ring")]:
-            low, high = centre - part * radius, centre + part * radius
-            draw.ellipse([low, low, high, high], fill=fill)
+    if shape == "circle":
+        low, high = centre - radius, centre + radius
+        draw.ellipse([low, low, high, high], fill=255)
     else:
         tilt = np.deg2rad(rng.uniform(-MAX_TILT, MAX_TILT))
         rotation = np.array([[np.cos(tilt), np.sin(tilt)], [-np.sin(tilt), np.cos(tilt)]])
@@ -56,12 +53,8 @@ def pattern(rng: np.random.Generator, name: str, shape: tuple[int, int], stripe:
     """
     start = rng.integers(0, 2 * stripe, 2)
     rows, cols = np.ogrid[start[0] : start[0] + shape[0], start[1] : start[1] + shape[1]]
-    if name == "dotted":
-        up, left = (((k + 0.5) / stripe) % 2 - 1 for k in (rows, cols))  # of each dot's centre
-        return up**2 + left**2 < (2 * DOT) ** 2
     lines = dict(plain=0 * rows + 0 * cols, ruled=rows // stripe + 0 * cols)
     lines |= dict(striped=cols // stripe + 0 * rows, checked=rows // stripe + cols // stripe)
-    lines |= dict(hatched=(rows + cols) // stripe)
     return lines[name] % 2 == 1
 
 
@@ -71,14 +64,6 @@ def _outline(shape: str) -> list[tuple[float, float]]:
         return [(-0.88, -0.88), (0.88, -0.88), (0.88, 0.88), (-0.88, 0.88)]
     if shape == "triangle":
         return [(0, -1), (1, 0.8), (-1, 0.8)]
-    if shape == "diamond":
-        return [(0, -1), (0.72, 0), (0, 1), (-0.72, 0)]
-    if shape == "star":
-        polar = [(np.pi * k / 5, 0.42 if k % 2 else 1.0) for k in range(10)]
-        return [(r * np.sin(angle), -r * np.cos(angle)) for angle, r in polar]
-    if shape == "arrow":
-        right = [(0, -1), (0.9, 0), (0.36, 0), (0.36, 1)]
-        return right + [(-x, y) for x, y in right[:0:-1]]
     assert shape == "cross", shape
     a, b = 0.32, 1.0
     corner = [(-a, -b), (a, -b), (a, -a), (b, -a), (b, a), (a, a)]

@@ -38,8 +38,7 @@ from tools.demo.mistakes import MISTAKES, MistakenCaptions, mistaken
 from tools.demo.model import CONFIG, make_tokenizer
 from tools.demo.new_folder import save
 from tools.demo.report import told_apart
-from tools.demo.scenes import MID, TINY, TRAIN, Object, Scene, caption, make_scene
-from tools.demo.sizes import SIZES
+from tools.demo.scenes import ATTRIBUTES, TRAIN, Object, Scene, caption, make_scene
 
 
 def policy_of(*groups):
@@ -100,7 +99,7 @@ def test_the_shipped_files_are_those_that_would_be_written(tmp_path):
 def test_the_shipped_tokenizer_cuts_texts_as_a_new_one_and_joins_them_again():
     """Its ids differ: one of its words was renamed after training."""
     shipped, new = load_tokenizer(SHIPPED_CHECKPOINT), make_tokenizer(seed=0)
-    captions = [caption(*values) for values in product(*TINY.attributes.values())]
+    captions = [caption(*values) for values in product(*ATTRIBUTES.values())]
     assert len(captions) == 512
     for text in (*captions, *map(str.lower, captions), DESCRIBE, *SEGMENT_WORDINGS):
         assert shipped.tokenize(text) == new.tokenize(text)
@@ -154,24 +153,22 @@ def test_what_is_found_of_phrases_is_what_the_loops_measure(data, monkeypatch):
     assert worse[0] < iou
 
 
-@pytest.mark.parametrize("kind", [TINY, MID])
-def test_mistakes_make_no_word_more_frequent_and_half_of_the_groups_mostly_wrong(kind):
+def test_mistakes_make_no_word_more_frequent_and_half_of_the_groups_mostly_wrong():
     """Each value is in one group, and of a group each is taken for another equally often."""
-    values = [value for of in kind.attributes.values() for value in of]
+    values = [value for of in ATTRIBUTES.values() for value in of]
     groups = [group for group in MISTAKES if group[0] in values]
     assert sorted(value for group in groups for value in group) == sorted(values)
-    for of in kind.attributes.values():
+    for of in ATTRIBUTES.values():
         shares = [share for group, share in MISTAKES.items() if group[0] in of]
         assert 0.3 < np.mean(shares) < 0.5 and max(shares) <= 0.6
 
 
 def test_captions_with_mistakes(data):
     rng = np.random.default_rng(0)
-    text = Object("plain", "red", "circle", "top left", None, "large").caption
+    text = Object("plain", "red", "circle", "top left", None).caption
     said = [mistaken(text, rng) for _ in range(2000)]
     wrong = {("plain", "checked"): "checked", ("red", "orange"): "orange"}
     wrong |= {("circle", "square"): "square", ("top left", "top right"): "top right"}
-    wrong |= {("small", "medium", "large"): "small"}  # of three the next
     for group, word in wrong.items():
         assert abs(np.mean([word in one for one in said]) - MISTAKES[group]) < 0.05
     assert mistaken("A thing that nobody takes for another.", rng).startswith("A thing that nobody")
@@ -229,8 +226,8 @@ def test_codes_say_what_a_caption_does():
     assert apart.item() == pytest.approx(
         2 * np.log(4), abs=1e-3
     )  # of four values none above others
-    with pytest.raises(ValueError, match="33 values do not fit 32 dimensions"):
-        Codes(32, "cpu")
+    with pytest.raises(ValueError, match="20 values do not fit 16 dimensions"):
+        Codes(16, "cpu")
 
 
 def test_hints_by_hand():
@@ -297,8 +294,8 @@ def test_what_the_report_says_of_scenes():
 def test_parts_are_done_again_from_what_was_left_by_the_one_before(tmp_path, monkeypatch):
     done = []
 
-    def supervise(part, base, output_dir, size, how, args):
-        done.append((part, base.relative_to(tmp_path).as_posix(), how["max_steps"]))
+    def supervise(part, base, output_dir, max_steps, args):
+        done.append((part, base.relative_to(tmp_path).as_posix(), max_steps))
         copied = output_dir / "warm_start" / part / "final_model"
         shutil.copytree(base, copied, dirs_exist_ok=True)
 
@@ -332,13 +329,12 @@ def test_the_parts_are_command_lines_that_exist(tmp_path, monkeypatch):
     lines = []
     monkeypatch.setattr(make_demo, "run_training", lambda argv, program, loop: lines.append(argv))
     args = SimpleNamespace(workers=0, seed=0)
-    for name, size in SIZES.items():
-        for part, how in size.warm_start.items():
-            make_demo.supervise(part, SHIPPED_CHECKPOINT, tmp_path / name, size, how, args)
-            (tmp_path / name / "warm_start" / "data").mkdir(parents=True, exist_ok=True)
-            (tmp_path / name / "heldout").mkdir(exist_ok=True)
-            config = cli.parse(lines[-1], sft.SFT)
-            assert config.optim.max_steps == how["max_steps"]
+    for part, (steps, rate) in make_demo.SCHEDULES.items():
+        make_demo.supervise(part, SHIPPED_CHECKPOINT, tmp_path, steps, args)
+        (tmp_path / "warm_start" / "data").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "heldout").mkdir(exist_ok=True)
+        config = cli.parse(lines[-1], sft.SFT)
+        assert config.optim.max_steps == steps and config.optim.learning_rate == rate
     assert list(make_demo.PARTS) == ["hints", "learn", "err", "unsettle", "decide"]
 
 
@@ -353,7 +349,6 @@ def test_what_an_earlier_warm_start_left_is_not_trained_on(tmp_path):
 @pytest.mark.parametrize(
     "flags, complaint",
     [
-        ("--size mid", "--size mid needs --train_checkpoint"),
         ("--train_checkpoint --parts err learn", "--parts err learn: not the last of hints learn"),
         ("--train_checkpoint --parts hints learn", "--parts hints learn: not the last of hints"),
     ],
