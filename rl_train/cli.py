@@ -12,7 +12,7 @@ from typing import Any
 from rl_train.checkpoint.record import find_in_the_way
 from rl_train.config.flags import add_flags, flag_fields, flag_name, has_flag, read_flags
 from rl_train.config.grpo_config import CONFIG_CLASSES, Config
-from rl_train.config.saved import NOT_TAKEN, REMOVED, Taken, read_saved, take_saved
+from rl_train.config.saved import ADDED, NOT_TAKEN, REMOVED, Taken, read_saved, take_saved
 from rl_train.data.dataset_flags import dataset_openers, eval_entry
 from rl_train.distributed.process_group import (
     RankError,
@@ -292,7 +292,7 @@ def check_same(file: Path, config: Config, flags: dict[str, Any], flag: str):
     Args:
         flags: of `config`, with the number of processes ("world_size") if that is known.
     """
-    before, absent = read_json(file), object()
+    before, absent = ADDED | read_json(file), object()
     fixed = sorted(set(flags) - {"world_size"} - config.flags_with("free_on_resume").keys())
     differing = [name for name in fixed if before.get(name, absent) != flags[name]]
     pairs = [f"--{n} was {before.get(n, 'not a flag')}, now {flags[n]}" for n in differing]

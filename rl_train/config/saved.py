@@ -29,7 +29,10 @@ REMOVED = {
     ),
     "ema_half_life": (0.1, "give --ema_decay, the decay per update"),
     "entropy_coef": (0.0, "a larger --kl_coef or --temperature keeps answers varied"),
+    "seg_state": (None, "add the key seg_state to the model's config.json"),
 }
+# {flag: what runs did before there was the flag}
+ADDED = {"quantize_base": None, "low_memory": []}
 
 
 @dataclass(frozen=True)

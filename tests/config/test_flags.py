@@ -16,6 +16,7 @@ from rl_train.config.flags import (
 )
 from rl_train.config.flags_page import render_page
 from rl_train.config.grpo_config import CONFIG_CLASSES, PolicyConfig
+from rl_train.config.saved import ADDED
 from rl_train.config.sft_config import ALL_PARTS
 from rl_train.run.error_report import remedy
 from rl_train.sft import SFT
@@ -125,6 +126,7 @@ def test_supervised_training_has_the_aliases_of_its_flags():
         ),
         (["--ema_half_life", "0.2"], "no such flag, give --ema_decay, the decay per update"),
         (["--entropy_coef", "0.01"], "no such flag, a larger --kl_coef or --temperature keeps"),
+        (["--seg_state", "after_norm"], "no such flag, add the key seg_state to the model's"),
         (["beta"], "rl_train: beta: neither a flag nor the value of one"),
         (["--answer_style", "points"], "--answer_style: only with --tasks point_segmentation"),
         (["--sam_path", "x"], "--sam_path: only with --tasks point_segmentation"),
@@ -142,6 +144,18 @@ def test_a_run_with_a_flag_that_is_gone_is_not_resumed_without_it(data, tmp_path
     write_json(tmp_path / "run" / "config.json", config.flags | dict(entropy_coef=0.01))
     with pytest.raises(ValueError, match="--entropy_coef was 0.01, which is a flag no more"):
         cli.check_output_dir(config, config.flags)
+
+
+def test_a_run_begun_before_a_flag_is_resumed_without_it(data, tmp_path):
+    for words, refused in (([], False), (["--low_memory", "offload_roles"], True)):
+        config = cli.parse([*flags(data, tmp_path / "run"), "--resume", *words])
+        before = {name: value for name, value in config.flags.items() if name not in ADDED}
+        write_json(tmp_path / "run" / "config.json", before)
+        if refused:
+            with pytest.raises(ValueError, match=r"--low_memory was \[\], now \['offload_roles'\]"):
+                cli.check_output_dir(config, config.flags)
+        else:
+            cli.check_output_dir(config, config.flags)
 
 
 # Kinds of fields
