@@ -99,9 +99,9 @@ def flags_elsewhere(tasks: dict[str, type], program: EntryPoint) -> dict[str, st
         for flag, names in owners.items()
         if flag not in known
     }
-    if "reward_weights" in known:
-        for flag, (_, instead) in REMOVED.items():
-            elsewhere[f"--{flag}"] = f"no such flag, {instead}"
+    removed = REMOVED if "reward_weights" in known else {"seg_state": REMOVED["seg_state"]}
+    for flag, (_, instead) in removed.items():
+        elsewhere[f"--{flag}"] = f"no such flag, {instead}"
     return elsewhere
 
 
@@ -297,8 +297,8 @@ def check_same(file: Path, config: Config, flags: dict[str, Any], flag: str):
     differing = [name for name in fixed if before.get(name, absent) != flags[name]]
     pairs = [f"--{n} was {before.get(n, 'not a flag')}, now {flags[n]}" for n in differing]
     pairs += [
-        f"--{name} was {before[name]}, which is a flag no more"
-        for name, (without_effect, _) in REMOVED.items()
+        f"--{name} was {before[name]}, which is a flag no more ({instead})"
+        for name, (without_effect, instead) in REMOVED.items()
         if before.get(name, without_effect) != without_effect
     ]
     if pairs:

@@ -1,11 +1,12 @@
 """Policy, EMA teacher and reference as three sets of the trainable weights over one frozen base."""
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
 COPIES = ("teacher", "reference")
+NUM_TOGETHER = 64  # tensors of one call; of an offloaded role as many lie on the GPU
 # Fraction of a run's updates after which half of a change of the policy has reached the teacher
 TEACHER_HALF_LIFE = 0.1
 
@@ -32,7 +33,8 @@ def offloaded_copy(weight: torch.Tensor) -> torch.Tensor:
 class Roles:
     """Three roles of one model, whose own parameters are the policy.
 
-    Teacher and reference are float32 copies, at which `use(name)` points the parameters.
+    Teacher and reference are float32 copies, at which `use(name)` points the parameters, or at
+    copies of them on the GPU.
 
     Args:
         trainable: {name: parameter}, all float32 (a bf16 average at decay 0.999 would never move).
@@ -87,21 +89,27 @@ class Roles:
         self.active = name
         try:
             # Pointers are exchanged; numbers are copied only of an offloaded role.
-            self._point_at(self._on_device(name))
+            self._point_at(dict(zip(self.trainable, self._on_device(name, self.trainable))))
             with torch.no_grad():
                 yield
         finally:
             self._point_at(policy_weights)
             self.active = "policy"
 
-    def _on_device(self, role: str) -> dict[str, torch.Tensor]:
+    def _on_device(self, role: str, names: Iterable[str]) -> list[torch.Tensor]:
         """Return a role's weights where the policy's are: themselves, or copies if offloaded."""
         if role == "policy":
-            return {name: parameter.data for name, parameter in self.trainable.items()}
-        return {
-            name: weight.to(self.trainable[name].device, non_blocking=True)
-            for name, weight in self.copies[role].items()
-        }
+            return [self.trainable[name].data for name in names]
+        return [
+            self.copies[role][name].to(self.trainable[name].device, non_blocking=True)
+            for name in names
+        ]
+
+    def _names_together(self) -> Iterator[list[str]]:
+        """Yield the names of all weights, NUM_TOGETHER at a time."""
+        names = list(self.trainable)
+        for start in range(0, len(names), NUM_TOGETHER):
+            yield names[start : start + NUM_TOGETHER]
 
     def _point_at(self, weights: dict[str, torch.Tensor]):
         for name, parameter in self.trainable.items():
@@ -113,23 +121,23 @@ class Roles:
         assert self.active == "policy"
         if not self.has_teacher:
             return
-        teacher, policy = self._on_device("teacher"), self._on_device("policy")
-        # A few kernels for all tensors together.
-        torch._foreach_lerp_(
-            [teacher[name] for name in policy], [policy[name] for name in policy], 1 - decay
-        )
-        for name, weight in self.copies["teacher"].items():
-            if weight.device != teacher[name].device:  # offloaded
-                weight.copy_(teacher[name])
+        for names in self._names_together():  # a few kernels for all tensors together
+            teacher = self._on_device("teacher", names)
+            torch._foreach_lerp_(teacher, self._on_device("policy", names), 1 - decay)
+            for name, weight in zip(names, teacher):
+                if weight is not self.copies["teacher"][name]:  # offloaded
+                    self.copies["teacher"][name].copy_(weight)
 
     @torch.no_grad()
     def distance(self, a: str, b: str) -> float:
         """Return the RMS difference of two roles' weights, relative to the reference's RMS."""
-        roles = [self._on_device(role) for role in (a, b, "reference")]
-        weights_a, weights_b, reference = ([role[n] for n in self.trainable] for role in roles)
-        difference = torch._foreach_sub(weights_a, weights_b)
+        differences, references = [], []  # norms of each tensor
+        for names in self._names_together():
+            weights_a, weights_b = (self._on_device(role, names) for role in (a, b))
+            differences += torch._foreach_norm(torch._foreach_sub(weights_a, weights_b))
+            references += torch._foreach_norm(self._on_device("reference", names))
         # The norm of all tensors' norms is that of all their elements.
-        norms = [torch.stack(torch._foreach_norm(x)).norm().item() for x in (difference, reference)]
+        norms = [torch.stack(each).norm().item() for each in (differences, references)]
         return norms[0] / norms[1]
 
     def drift(self) -> dict[str, float]:

@@ -209,7 +209,7 @@ class Sa2VAModel(nn.Module):
             dtype, torch_dtype: of the weights; default float32, "auto" what config.json says, else
                 the files. device, device_map: one device; default the CPU.
             seg_state: "before_norm" or "after_norm": which last hidden state of a Qwen-VL at [SEG]
-                prompts SAM2; default by the transformers_version in config.json.
+                prompts SAM2; default as config.json says, or by its transformers_version.
             others: what else transformers knows and means the same model, such as
                 `low_cpu_mem_usage`; no remote code runs whatever `trust_remote_code` says.
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rl_train.config.flags import COUNT, COUNT_OR_0, POSITIVE, add_flags
 from rl_train.config.grpo_config import DataConfig, PolicyConfig
+from rl_train.config.saved import REMOVED
 from rl_train.data import EVAL_DATASETS
 from rl_train.data.registry import eval_dataset_name
 from rl_train.tasks.point_segmentation import PointSegmentation
@@ -22,7 +23,10 @@ def build_parser(description: str) -> FlagParser:
     parser = FlagParser(
         prog="python -m tools.evaluate",
         description=description,
-        elsewhere={"--compare": "only with --run"},
+        elsewhere={
+            "--compare": "only with --run",
+            "--seg_state": f"no such flag, {REMOVED['seg_state'][1]}",
+        },
     )
     add = parser.add_argument
     add(

@@ -61,6 +61,10 @@ OTHER_CHECKPOINT = "--resume with the folder of an earlier checkpoint, and anoth
 UNFINISHED, REPLACED = ".unfinished", ".replaced"  # suffixes that only `replacing` gives
 
 
+class WrongOptimizer(ValueError):
+    """A state is of AdamW in another number of bits."""
+
+
 @dataclass
 class RunState:
     """State that a run carries from step to step; the policy and the roles hold the weights.
@@ -112,9 +116,12 @@ class RunState:
         Raises:
             ValueError, KeyError: it is of other weights or tasks.
         """
-        fused = {name: v for name, v in self.optimizer.defaults.items() if name == "fused"}
+        defaults = self.optimizer.defaults
         for group in state["optimizer"]["param_groups"]:
-            group |= fused  # this machine's, not the writer's; bitsandbytes' has none
+            if ("fused" in group) != ("fused" in defaults):  # a setting of torch's AdamW alone
+                raise WrongOptimizer("--low_memory adamw_8bit: must be as it was in the run so far")
+            if "fused" in defaults:
+                group["fused"] = defaults["fused"]  # this machine's, not the writer's
         self.optimizer.load_state_dict(state["optimizer"])
         for parameter, moments in self.optimizer.state.items():
             # Of torch's AdamW, or of bitsandbytes'.
@@ -401,6 +408,8 @@ def load(folder: Path, state: RunState, output_dir: str | Path, rank: int):
         state.load_state_dict(saved)
         if rank < len(saved["rng"]):  # of a run of fewer ranks; no step depends on it
             torch.set_rng_state(saved["rng"][rank])
+    except WrongOptimizer:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
         reason = f"it does not fit this run ({error!r:.200}); {OTHER_CHECKPOINT}"
         raise DamagedFile(folder / "training_state.pt", reason) from error

@@ -32,7 +32,7 @@ REMOVED = {
     "seg_state": (None, "add the key seg_state to the model's config.json"),
 }
 # {flag: what runs did before there was the flag}
-ADDED = {"quantize_base": None, "low_memory": []}
+ADDED = {"quantize_base": None}
 
 
 @dataclass(frozen=True)

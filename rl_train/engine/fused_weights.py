@@ -206,9 +206,9 @@ def _copy(targets, sources):
 
 
 def address(sources: Sequence[torch.Tensor]) -> int | None:
-    """Return the address of the first parameter, which identifies the active role's LoRA.
+    """Return the address of the first parameter, by which the policy's LoRA is known from others.
 
-    A role exchanges all its parameters together.
+    A role exchanges all its parameters together. Other roles may share one, if they are offloaded.
     """
     return sources[0].data_ptr() if sources else None
 

@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from rl_train.policies.base import Policy
 from rl_train.policies.lora import groups_of
 from rl_train.policies.registry import FAMILIES, build_policy, family_of
 from rl_train.utils.io import read_json
+from sa2va_hf import Sa2VAConfig
 from sa2va_hf.hub import CHECKPOINT_FILE, model_folder
 
 # Flags of a run that its checkpoints' weights depend on.
@@ -100,6 +102,7 @@ def load_policy(
     """
     flags = read_json(folder / "config.json")
     base = model_folder("--model_path", base or flags["model_path"])
+    check_seg_state(flags, base)
     # Checkpoints hold trained weights alone: their shapes follow from the run's flags.
     settings = {name: flags[name] for name in FLAGS_OF_WEIGHTS if name in flags} | config
     if settings.get("sam_path"):
@@ -113,6 +116,20 @@ def load_policy(
     fingerprint = fingerprint_of(*filter(None, (config.model_path, config.sam_path)))
     load_weights(folder, policy.trainable, WEIGHT_FILES[role], fingerprint)
     return policy
+
+
+def check_seg_state(flags: dict[str, Any], base: Path):
+    """Raise ValueError if a run of an earlier version had another --seg_state than its base has.
+
+    Args:
+        flags: of the run; base: folder of the model that it started from.
+    """
+    seg_state = flags.get("seg_state")
+    if seg_state and seg_state != Sa2VAConfig.from_pretrained(base).seg_state:
+        raise ValueError(
+            f"{base}/config.json: the run was trained with --seg_state {seg_state}, which is a "
+            f'flag no more: add "seg_state": "{seg_state}" to this file'
+        )
 
 
 def drop_trained_images(dataset: Dataset, folder: Path, choice: str) -> Dataset:

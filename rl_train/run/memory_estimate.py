@@ -16,7 +16,7 @@ def standing_memory(
     Args:
         low_memory: ways to take less, as in `OptimConfig`.
     """
-    if "offload_roles" in low_memory:
+    if "offload_roles" in low_memory and policy.device.type == "cuda":
         copies = ()
     weights = sum(parameter.nbytes for parameter in policy.trainable.values())
     base = sum(parameter.nbytes for parameter in policy.model.parameters()) - weights

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from rl_train.export.load_policy import check_seg_state
 from rl_train.run import start
 from sa2va_hf import Sa2VAModel
 from tests.policies.tiny_points import write_qwen, write_sam
@@ -120,3 +121,10 @@ def test_tools_and_the_output_folder_of_a_run(finished, data, tmp_path):
     words = ["--checkpoint", str(finished / "checkpoint_step_2"), "--output", str(tmp_path / "x")]
     with pytest.raises(SystemExit, match="^export: --model_path .* is a checkpoint of a run, not"):
         export.main([*words, "--model_path", str(finished / "checkpoint_step_1")])
+
+
+def test_a_run_of_another_seg_state_than_its_base_says():
+    for same in ({}, dict(seg_state=None), dict(seg_state="after_norm")):
+        check_seg_state(same, CHECKPOINT)
+    with pytest.raises(ValueError, match='config.json: .* --seg_state before_norm, .* add "seg_'):
+        check_seg_state(dict(seg_state="before_norm"), CHECKPOINT)

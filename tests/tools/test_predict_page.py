@@ -71,7 +71,7 @@ def browser(tmp_path):
 
 
 def asked_addresses(browser) -> list[str]:
-    """Return the addresses that the browser asked for, of its log."""
+    """Return the addresses that the browser asked for, by its log."""
     events = [json.loads(line["message"])["message"] for line in browser.get_log("performance")]
     sent = [event for event in events if event["method"] == "Network.requestWillBeSent"]
     return [event["params"]["request"]["url"] for event in sent]
