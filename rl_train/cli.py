@@ -99,6 +99,7 @@ def flags_elsewhere(tasks: dict[str, type], program: EntryPoint) -> dict[str, st
         for flag, names in owners.items()
         if flag not in known
     }
+    # Of these, supervised training had one alone.
     removed = REMOVED if "reward_weights" in known else {"seg_state": REMOVED["seg_state"]}
     for flag, (_, instead) in removed.items():
         elsewhere[f"--{flag}"] = f"no such flag, {instead}"

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Iterator
 import torch
 
 COPIES = ("teacher", "reference")
-NUM_TOGETHER = 64  # tensors of one call; of an offloaded role as many lie on the GPU
+# Tensors that the teacher's update and the distances take together: a few kernels for all of them,
+# and of an offloaded role only these on the GPU
+CHUNK_SIZE = 64
 # Fraction of a run's updates after which half of a change of the policy has reached the teacher
 TEACHER_HALF_LIFE = 0.1
 
@@ -105,11 +107,11 @@ class Roles:
             for name in names
         ]
 
-    def _names_together(self) -> Iterator[list[str]]:
-        """Yield the names of all weights, NUM_TOGETHER at a time."""
+    def _chunks_of_names(self) -> Iterator[list[str]]:
+        """Yield the names of all weights, CHUNK_SIZE at a time."""
         names = list(self.trainable)
-        for start in range(0, len(names), NUM_TOGETHER):
-            yield names[start : start + NUM_TOGETHER]
+        for start in range(0, len(names), CHUNK_SIZE):
+            yield names[start : start + CHUNK_SIZE]
 
     def _point_at(self, weights: dict[str, torch.Tensor]):
         for name, parameter in self.trainable.items():
@@ -121,7 +123,7 @@ class Roles:
         assert self.active == "policy"
         if not self.has_teacher:
             return
-        for names in self._names_together():  # a few kernels for all tensors together
+        for names in self._chunks_of_names():
             teacher = self._on_device("teacher", names)
             torch._foreach_lerp_(teacher, self._on_device("policy", names), 1 - decay)
             for name, weight in zip(names, teacher):
@@ -132,7 +134,7 @@ class Roles:
     def distance(self, a: str, b: str) -> float:
         """Return the RMS difference of two roles' weights, relative to the reference's RMS."""
         differences, references = [], []  # norms of each tensor
-        for names in self._names_together():
+        for names in self._chunks_of_names():
             weights_a, weights_b = (self._on_device(role, names) for role in (a, b))
             differences += torch._foreach_norm(torch._foreach_sub(weights_a, weights_b))
             references += torch._foreach_norm(self._on_device("reference", names))

@@ -470,7 +470,7 @@ class OptimConfig(UpdatesConfig):
         [],
         "ways to take less GPU memory, which cost time. adamw_8bit: keep AdamW's state in 8 bits "
         "(the extra `quantize`); offload_roles: keep the weights of teacher and reference in CPU "
-        "memory while the GPU does not use them. A resumed run keeps its AdamW",
+        "memory while the GPU does not use them. A resume may change offload_roles alone",
         default_is="none of them",
         choices=["adamw_8bit", "offload_roles"],
         free_on_resume=True,

@@ -206,9 +206,9 @@ def _copy(targets, sources):
 
 
 def address(sources: Sequence[torch.Tensor]) -> int | None:
-    """Return the address of the first parameter, by which the policy's LoRA is known from others.
+    """Return the address of the first parameter, which tells the policy's LoRA from other roles'.
 
-    A role exchanges all its parameters together. Other roles may share one, if they are offloaded.
+    A role exchanges all its parameters together. Offloaded roles may get the same address in turn.
     """
     return sources[0].data_ptr() if sources else None
 
