@@ -21,9 +21,15 @@ def add_region_flags(parser: FlagParser, batch_size: int = 8):
     add = parser.add_argument
     add("--data_dir", required=True, help="folder of regions to choose on")
     add("--eval_data_dir", required=True, help="folder of held-out regions to measure on")
-    add("--dataset", choices=list(DATASETS), default="gar", help="format of both")
     add("--num_samples", type=COUNT, default=256, help="to choose on, spread over images")
     add("--eval_samples", type=COUNT, default=128, help="held out; as of rl_train.train")
+    add_asking_flags(parser, batch_size)
+
+
+def add_asking_flags(parser: FlagParser, batch_size: int):
+    """Add the flags of a data set's format, and of how a model is asked about its regions."""
+    add = parser.add_argument
+    add("--dataset", choices=list(DATASETS), default="gar", help="format of the data")
     add("--batch_size", type=COUNT, default=batch_size)
     add("--max_completion_length", type=COUNT, default=128)
     add("--max_prompt_length", type=COUNT, default=DataConfig.max_prompt_length)

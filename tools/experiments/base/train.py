@@ -25,7 +25,7 @@ PARTS = dict(
     find=f"--subsets {SEGMENTED} --tasks referring_segmentation --one_answer "
     f"--trainable_modules {ALL}",
     say="--subsets captioned --tasks region_captions referring_segmentation --one_answer "
-    "--trainable_modules mlp1 language_model embeddings text_hidden_fcs",
+    "--trainable_modules language_model embeddings text_hidden_fcs",
 )
 
 
@@ -49,7 +49,7 @@ class Size:
 
 
 SIZES = {
-    "small": Size(336, 256, 4, 3, 64, (600, 100, 120), (7e-4, 4e-4, 6e-4)),  # 8.1 M weights
+    "small": Size(336, 256, 4, 3, 64, (600, 100, 300), (1.5e-3, 4e-4, 6e-4)),
     "tiny": Size(112, 64, 1, 1, 8, (4, 2, 2), (1e-3, 4e-4, 6e-4)),  # shows that the commands run
 }
 

@@ -1,0 +1,80 @@
+"""tools.experiments.gauntlet.best: what it keeps is worth what it says, and can be trained on."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_train import sft
+from rl_train.data import GraspAnyRegionDataset
+from rl_train.data.loader import eval_loader
+from rl_train.export.load_policy import open_policy
+from rl_train.policies.sa2va_queries import describe, segment_model_captions
+from rl_train.rewards import mask_iou
+from rl_train.rewards.meteor import meteor
+from rl_train.train import main as run_training
+from tests.runs import CHECKPOINT, on_one_core
+from tools.experiments.gauntlet import best
+
+one_core = pytest.fixture(autouse=True)(on_one_core)
+TOKENS = 16
+
+
+def argv(data: Path, output: Path, loop: int, *more: str) -> list[str]:
+    flags = dict(model_path=CHECKPOINT, data_dir=data / "train", output_dir=output, loop=loop)
+    flags |= dict(dtype="float32", max_completion_length=TOKENS, num_workers=0)
+    flags |= dict(num_samples=6, num_generations=4, batch_size=3)
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))] + [*more]
+
+
+def said(printed: str) -> tuple[int, int, float, float]:
+    """Return (kept, asked, mean reward, mean of the best) as the command printed them."""
+    found = re.search(r": (\d+) of (\d+) regions, mean reward (.+), of the best (.+)", printed)
+    return int(found[1]), int(found[2]), float(found[3]), float(found[4])
+
+
+@torch.no_grad()
+def worth_of(folder: Path, loop: int) -> list[float]:
+    """Return what the base's own reward is of each region in a folder that was written."""
+    dataset = GraspAnyRegionDataset(folder)
+    policy = open_policy(CHECKPOINT, None, "policy", "cpu", TOKENS, dtype="float32")
+    (batch,) = eval_loader(dataset, policy.preprocessor(TOKENS, 1024), len(dataset), 0)
+    features, rows = policy.encode(batch), range(len(batch))
+    if loop == 1:
+        found = segment_model_captions(policy, features, rows, batch.captions, TOKENS, forced=True)
+        return mask_iou(found.masks, batch.masks).tolist()
+    captions = describe(policy, features, rows, batch.masks, TOKENS)
+    return meteor(batch.captions, captions).tolist()
+
+
+@pytest.mark.parametrize("loop", [1, 2])
+def test_the_best_of_a_region_is_written(loop, data, tmp_path, capsys):
+    best.main(argv(data, tmp_path / "best", loop))
+    kept, asked, mean, highest = said(capsys.readouterr().out)
+    assert asked == 6 and mean < highest
+    values = worth_of(tmp_path / "best", loop)
+    assert len(values) == kept
+    assert sum(values) / kept == pytest.approx(highest, abs=1e-3)
+
+
+def test_a_region_whose_answers_are_worth_the_same_is_left_out():
+    rewards = torch.tensor([[0.2, 0.5, 0.5], [0.3, 0.3, 0.3], [0.0, 0.0, 0.1]])
+    assert best.best_rows(rewards) == [1, None, 8]
+
+
+def test_it_is_trained_on(data, tmp_path, capsys):
+    best.main(argv(data, tmp_path / "best", 1))
+    flags = dict(model_path=CHECKPOINT, data_dir=tmp_path / "best", output_dir=tmp_path / "run")
+    flags |= dict(eval_data_dir=data / "heldout", eval_steps=0, eval_samples=2, max_steps=1)
+    flags |= dict(tasks="region_captions", batch_size=2, dtype="float32", num_workers=0)
+    flags |= dict(max_completion_length=TOKENS, merge_at_end="none")
+    words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+    run_training(words, sft.SFT, sft.train)
+    assert "step 1/1" in capsys.readouterr().out
+
+
+def test_a_folder_that_is_there_is_not_written_to(data, tmp_path):
+    (tmp_path / "best").mkdir()
+    with pytest.raises(SystemExit, match="best: --output_dir .*: is there already, name another"):
+        best.main(argv(data, tmp_path / "best", 1))
