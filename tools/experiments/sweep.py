@@ -6,6 +6,9 @@
         --demos outputs/demo_0 outputs/demo_1 --output outputs/sweep
     # no arms: the tables
     python -m tools.experiments.sweep --output outputs/sweep --against loop1_length
+    # on the lab's bases (tools/experiments/base)
+    python -m tools.experiments.sweep --arms loop1 loop1_confidence --seeds 0 --jobs 10 --gpu \
+        --lab bases/lab --demos bases/0 bases/1 --output outputs/sweep_lab -- --max_steps 150
     python -m tools.demo.make_points_demo --output_dir outputs/points_demo
     python -m tools.experiments.sweep --arms points points_hidden --demos outputs/points_demo \
         --output outputs/p
@@ -91,16 +94,35 @@ POINT_ARMS |= {
     if f"points_{control}" not in POINT_ARMS
 }
 ARMS |= POINT_ARMS
+# The lab: of a base and of its scenes, and the part of the scenes that a task trains on.
+OF_LAB = (
+    "--model_path {demo}/base --data_dir {lab}/train --subsets {part} "
+    "--eval_data_dir {lab}/heldout --distractors"
+)
+LAB = (
+    "--dtype bfloat16 --lora_r 32 --lora_alpha 64 --max_completion_length 24 "
+    "--micro_batch_size 128 --batch_size 16 --num_generations 8 --learning_rate 4e-4 "
+    "--kl_coef 0.04"
+)
+PART_OF_TASK = dict(loop1="regions", loop2="phrases", referring="segmented", captioning="captioned")
 METRICS = ("cycle_iou", "cycle_meteor", "seg_iou", "caption_meteor")
 POINT_METRICS = ("seg_iou", "gain_negative", "gain_over_swapped", "gain_over_random")
 
 
-def command(arm: str, seed: int, demo: Path, output: Path, extra: list[str]) -> list[str]:
-    """Return the command line of one run; of a flag given several times the last counts."""
+def command(
+    arm: str, seed: int, demo: Path, output: Path, extra: list[str], lab: Path | None = None
+) -> list[str]:
+    """Return the command line of one run; of a flag given several times the last counts.
+
+    Args: lab: the scenes, if `demo` is one of the lab's bases.
+    """
     of_demo, flags = (OF_POINTS, POINTS) if arm in POINT_ARMS else (OF_DEMO, DEMO)
+    if lab:
+        of_demo, flags = OF_LAB, LAB
+    part = PART_OF_TASK.get(arm.partition("_")[0])
     return [
         *(sys.executable, "-m", "rl_train.train", "--output_dir", str(output)),
-        *(word.format(demo=demo) for word in of_demo.split()),
+        *(word.format(demo=demo, lab=lab, part=part) for word in of_demo.split()),
         *f"{flags} {SHORT} {ARMS[arm]}".split(),
         *("--seed", str(seed)),
         *extra,
@@ -114,7 +136,7 @@ def run(number: int, arm: str, demo: Path, seed: int, args: argparse.Namespace) 
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": args.gpus[number % len(args.gpus)],
     }
-    line = command(arm, seed, demo, output, args.extra)
+    line = command(arm, seed, demo, output, args.extra, args.lab)
     if (output / "config.json").is_file():
         try:
             # Behind `python -m rl_train.train`.
@@ -161,6 +183,8 @@ def build_parser() -> FlagParser:
         default=[demo],
         help="folders of tools.demo.make_demo or make_points_demo",
     )
+    lab = "folder of the lab's scenes (tools.experiments.pictures); --demos are then bases on them"
+    add("--lab", type=Path, help=lab)
     jobs = "runs at a time; default: one for each CPU core, with --gpu one for each GPU"
     add("--jobs", type=int, help=jobs)
     add("--output", type=Path, required=True, help="folder of all runs, and of table.json")
@@ -182,6 +206,11 @@ def main(argv: list[str] | None = None):
         parser.error("--gpu: there is none")
     if not args.arms and not args.output.is_dir():
         parser.error(f"--output {args.output}: no such folder, and no --arms to fill it")
+    if args.lab:
+        args.lab = args.lab.resolve()
+        for arm in args.arms:
+            if arm.partition("_")[0] not in PART_OF_TASK:
+                parser.error(f"--arms {arm}: not with --lab, whose parts teach one task each")
     of_points = args.arms and set(args.arms) <= set(POINT_ARMS)
     args.metrics = args.metrics or list(POINT_METRICS if of_points else METRICS)
     args.demos = [demo.resolve() for demo in args.demos]

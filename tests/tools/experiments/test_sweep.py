@@ -51,6 +51,19 @@ def test_every_arm_is_flags_that_the_run_knows(tmp_path):
     assert found["defaults"].reward_weights == [] and found["defaults"].latent_std == "auto"
 
 
+def test_on_the_lab_a_task_trains_on_its_part_of_the_scenes(tmp_path):
+    parser, base, lab = build_parser(TASKS), tmp_path / "0", tmp_path / "lab"
+    parts = dict(loop1="regions", loop2_length="phrases", captioning="captioned")
+    for arm, part in parts.items():
+        line = sweep.command(arm, 3, base, tmp_path / "out", ["--dtype", "float32"], lab)
+        args = parser.parse_args(line[3:])
+        assert args.model_path == f"{base}/base" and args.subsets == [part]
+        assert args.data_dir == f"{lab}/train" and args.eval_data_dir == f"{lab}/heldout"
+        assert args.dtype == "float32" and args.batch_size == 16 and args.attributes is None
+    with pytest.raises(SystemExit, match="--arms both: not with --lab"):
+        sweep.main(f"--arms both --lab {lab} --demos {base} --output {tmp_path}/o".split())
+
+
 def test_flags_for_all_arms_stand_behind_two_dashes():
     line = (
         "--arms loop1 --output o --metrics seg_iou cycle_iou -- --max_steps 80 --scale_components"

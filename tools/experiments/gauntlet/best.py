@@ -1,7 +1,7 @@
 """Write each training region's best of G answers of a base as data for `rl_train.sft`.
 
-    python -m tools.experiments.gauntlet.best --model_path M --data_dir lab/train --subsets regions \
-        --loop 1 --output_dir best1
+    python -m tools.experiments.gauntlet.best --model_path M --data_dir lab/train \
+        --subsets regions --loop 1 --output_dir best1
     python -m rl_train.sft --model_path M --data_dir best1 --tasks region_captions ..
 
 This is the rival that a loop is to beat: fine-tuning on the best of the same samples, by the loop's
@@ -133,9 +133,7 @@ class Best:
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield what `write_gar` takes, a region after the other."""
         for batch in tqdm(self.loader(self.dataset), desc="samples", disable=None):
-            rollout, rewards = roll_out(
-                self.loop, batch, self.args.num_generations, self.args.seed
-            )
+            rollout, rewards = roll_out(self.loop, batch, self.args.num_generations, self.args.seed)
             self.asked += len(batch)
             for i, row in enumerate(best_rows(rewards.cpu())):
                 if row is None:
