@@ -48,7 +48,7 @@ def build_parser() -> FlagParser:
     )
     subset = commands.add_parser("subset", help="make a smaller library of one")
     subset.add_argument("--library", required=True, type=Path, help="folder that fetch wrote")
-    subset.add_argument("--num_concepts", type=COUNT, default=240, help="that are kept")
+    subset.add_argument("--num_concepts", type=COUNT, default=60, help="that are kept")
     subset.add_argument("--side", type=COUNT, default=160, help="pixels of its largest cut-outs")
     subset.add_argument("--output_dir", required=True, type=Path, help="folder of the new library")
     scenes = commands.add_parser("scenes", help="draw scenes and write data sets")
