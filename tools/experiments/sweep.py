@@ -102,9 +102,10 @@ OF_LAB = (
 LAB = (
     "--dtype bfloat16 --lora_r 32 --lora_alpha 64 --max_completion_length 24 "
     "--micro_batch_size 128 --batch_size 16 --num_generations 8 --learning_rate 4e-4 "
-    "--kl_coef 0.04"
+    "--text_hidden_fcs_lr 1e-3 --kl_coef 0.04"
 )
 PART_OF_TASK = dict(loop1="regions", loop2="phrases", referring="segmented", captioning="captioned")
+DEMO_FOLDER = Path("outputs/demo")
 METRICS = ("cycle_iou", "cycle_meteor", "seg_iou", "caption_meteor")
 POINT_METRICS = ("seg_iou", "gain_negative", "gain_over_swapped", "gain_over_random")
 
@@ -167,7 +168,7 @@ def build_parser() -> FlagParser:
         prog="python -m tools.experiments.sweep",
         description=__doc__,
     )
-    add, demo = parser.add_argument, Path("outputs/demo")
+    add = parser.add_argument
     add(
         "--arms",
         nargs="+",
@@ -180,8 +181,7 @@ def build_parser() -> FlagParser:
         "--demos",
         nargs="+",
         type=Path,
-        default=[demo],
-        help="folders of tools.demo.make_demo or make_points_demo",
+        help=f"default: {DEMO_FOLDER}; folders of tools.demo.make_demo or make_points_demo",
     )
     lab = "folder of the lab's scenes (tools.experiments.pictures); --demos are then bases on them"
     add("--lab", type=Path, help=lab)
@@ -207,13 +207,15 @@ def main(argv: list[str] | None = None):
     if not args.arms and not args.output.is_dir():
         parser.error(f"--output {args.output}: no such folder, and no --arms to fill it")
     if args.lab:
+        if not args.demos:
+            parser.error("--lab: name the bases in --demos")
         args.lab = args.lab.resolve()
         for arm in args.arms:
             if arm.partition("_")[0] not in PART_OF_TASK:
                 parser.error(f"--arms {arm}: not with --lab, whose parts teach one task each")
     of_points = args.arms and set(args.arms) <= set(POINT_ARMS)
     args.metrics = args.metrics or list(POINT_METRICS if of_points else METRICS)
-    args.demos = [demo.resolve() for demo in args.demos]
+    args.demos = [demo.resolve() for demo in args.demos or [DEMO_FOLDER]]
     for name, count in Counter(demo.name for demo in args.demos).items():
         if count > 1:
             parser.error(f"--demos: {count} folders are called {name}, as their runs would be")

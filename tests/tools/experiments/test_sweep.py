@@ -51,17 +51,31 @@ def test_every_arm_is_flags_that_the_run_knows(tmp_path):
     assert found["defaults"].reward_weights == [] and found["defaults"].latent_std == "auto"
 
 
-def test_on_the_lab_a_task_trains_on_its_part_of_the_scenes(tmp_path):
+def test_on_the_lab_a_task_trains_on_its_part_of_the_scenes(tmp_path, monkeypatch):
     parser, base, lab = build_parser(TASKS), tmp_path / "0", tmp_path / "lab"
-    parts = dict(loop1="regions", loop2_length="phrases", captioning="captioned")
+    parts = dict(loop1="regions", loop2_length="phrases")
+    parts |= dict(captioning="captioned", referring="segmented")
     for arm, part in parts.items():
         line = sweep.command(arm, 3, base, tmp_path / "out", ["--dtype", "float32"], lab)
         args = parser.parse_args(line[3:])
         assert args.model_path == f"{base}/base" and args.subsets == [part]
         assert args.data_dir == f"{lab}/train" and args.eval_data_dir == f"{lab}/heldout"
         assert args.dtype == "float32" and args.batch_size == 16 and args.attributes is None
+    how = f"--lab {lab} --seeds 0 --output {tmp_path}/o"
     with pytest.raises(SystemExit, match="--arms both: not with --lab"):
-        sweep.main(f"--arms both --lab {lab} --demos {base} --output {tmp_path}/o".split())
+        sweep.main(f"--arms both --demos {base} {how}".split())
+    with pytest.raises(SystemExit, match="--lab: name the bases in --demos"):
+        sweep.main(f"--arms loop1 {how}".split())
+    lines = []
+
+    def run(line, **kwargs):
+        lines.append(line)
+        return SimpleNamespace(returncode=1)
+
+    monkeypatch.setattr(sweep.subprocess, "run", run)
+    with pytest.raises(SystemExit, match="loop1 0 seed 0: exit status 1"):
+        sweep.main(f"--arms loop1 --demos {base} {how}".split())
+    assert f"{base}/base" in lines[0] and f"{lab}/train" in lines[0] and "regions" in lines[0]
 
 
 def test_flags_for_all_arms_stand_behind_two_dashes():

@@ -34,6 +34,7 @@ from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.rewards.combine import combine
 from rl_train.rewards.meteor import require_wordnet
 from rl_train.rollout import Batch, Rollout
+from rl_train.run.start import CALIBRATION_SAMPLES
 from rl_train.tasks.base import TaskContext
 from rl_train.tasks.caption_mask_caption import CaptionMaskCaption
 from rl_train.tasks.mask_caption_mask import MaskCaptionMask
@@ -46,7 +47,6 @@ from tools.experiments.gauntlet.loop2 import OneModel
 from tools.gar_writer import write_gar
 
 PART = "best"
-NUM_CALIBRATION = 160  # phrases to whose masks the noise of loop 2 is fitted, as in a run
 
 Loop = MaskCaptionMask | CaptionMaskCaption
 
@@ -112,12 +112,13 @@ class Best:
 
     Attributes:
         asked: regions; kept: of them those with a best answer.
+        damaged: reasons why regions could not be asked about; they are left out.
         mean, best: summed rewards of the kept regions, of all G answers and of the best.
     """
 
     def __init__(self, loop: Loop, dataset: Subset, args: argparse.Namespace):
         self.loop, self.dataset, self.args = loop, dataset, args
-        self.asked, self.kept, self.mean, self.best = 0, 0, 0.0, 0.0
+        self.asked, self.kept, self.damaged, self.mean, self.best = 0, 0, [], 0.0, 0.0
 
     def loader(self, dataset: Subset):
         policy, args = self.loop.context.policy, self.args
@@ -125,18 +126,22 @@ class Best:
         return eval_loader(dataset, inputs, args.batch_size, args.num_workers)
 
     def calibrate(self):
-        """Fit the noise of sampled masks to the base's own."""
+        """Fit the noise of sampled masks to the base's own, of as many phrases as a run takes."""
         if self.loop.action:
-            first = Subset(self.dataset, range(min(NUM_CALIBRATION, len(self.dataset))))
+            first = Subset(self.dataset, range(min(CALIBRATION_SAMPLES, len(self.dataset))))
             self.loop.action.calibrate(list(self.loader(first)), self.args.max_completion_length)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield what `write_gar` takes, a region after the other."""
         for batch in tqdm(self.loader(self.dataset), desc="samples", disable=None):
             rollout, rewards = roll_out(self.loop, batch, self.args.num_generations, self.args.seed)
-            self.asked += len(batch)
+            first, self.asked = self.asked, self.asked + len(batch)
+            self.damaged += batch.damaged
             for i, row in enumerate(best_rows(rewards.cpu())):
-                if row is None:
+                is_stand_in = (
+                    batch.index[i] != first + i
+                )  # another sample, of a damaged one's place
+                if row is None or is_stand_in:
                     continue
                 self.kept += 1
                 self.mean += rewards[i].mean().item()
@@ -179,6 +184,8 @@ def run(args: argparse.Namespace, ranks: RankInfo):
         write_gar(best.rows(), unfinished, part=PART)
         if not best.kept:
             raise ValueError(f"none of {best.asked} regions has answers of unequal reward")
+    if best.damaged:
+        print0(f"{len(best.damaged)} damaged samples are left out; the first: {best.damaged[0]}")
     print0(
         f"{args.output_dir}: {best.kept} of {best.asked} regions, mean reward "
         f"{best.mean / best.kept:.4f}, of the best {best.best / best.kept:.4f}"
