@@ -104,7 +104,7 @@ def mask_scores(regions: Regions, task: CaptionMaskCaption) -> dict[str, torch.T
     """Return {score: (n, G)} of sampled masks: IoU, confidence and area."""
     scores = dict(iou=[], confidence=[], area=[])
     for batch, features in regions.parts:
-        latents = loop2.sampled(regions, task, batch, features, G).latents
+        latents = loop2.sampled(task, batch, features, G).latents
         targets = [mask.to(regions.policy.device) for mask in batch.masks for _ in range(G)]
         scores["iou"] += mask_iou(latents.masks, targets).tolist()
         scores["confidence"] += list(latents.confidence)

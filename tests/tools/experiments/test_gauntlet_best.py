@@ -29,7 +29,7 @@ def argv(data: Path, output: Path, loop: int, *more: str) -> list[str]:
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))] + [*more]
 
 
-def said(printed: str) -> tuple[int, int, float, float]:
+def figures_in(printed: str) -> tuple[int, int, float, float]:
     """Return (kept, asked, mean reward, mean of the best) as the command printed them."""
     found = re.search(r": (\d+) of (\d+) regions, mean reward (.+), of the best (.+)", printed)
     return int(found[1]), int(found[2]), float(found[3]), float(found[4])
@@ -52,7 +52,7 @@ def worth_of(folder: Path, loop: int) -> list[float]:
 @pytest.mark.parametrize("loop", [1, 2])
 def test_the_best_of_a_region_is_written(loop, data, tmp_path, capsys):
     best.main(argv(data, tmp_path / "best", loop))
-    kept, asked, _, highest = said(capsys.readouterr().out)
+    kept, asked, _, highest = figures_in(capsys.readouterr().out)
     values = worth_of(tmp_path / "best", loop)
     assert asked == 6 and len(values) == kept
     assert sum(values) / kept == pytest.approx(highest, abs=1e-3)
@@ -87,6 +87,6 @@ def test_a_damaged_region_is_left_out_and_said(data, tmp_path, capsys, monkeypat
     # The stand-in would be the first row, and the first region has a best answer.
     monkeypatch.setattr(GraspAnyRegionDataset, "__getitem__", read)
     written = GraspAnyRegionDataset(tmp_path / "best")
-    assert len(written) == said(printed)[0]
+    assert len(written) == figures_in(printed)[0]
     second = dataset[sample_regions(dataset.image_keys, 6)[1]]
     assert np.array_equal(written[0]["mask"], second["mask"])

@@ -43,7 +43,7 @@ from rl_train.utils.io import check_writable
 from rl_train.utils.rng import RowRNG
 from tools.demo.new_folder import complete_or_absent
 from tools.experiments.common import add_asking_flags, run_alone
-from tools.experiments.gauntlet.loop2 import OneModel
+from tools.experiments.gauntlet.loop2 import OneModel, sampled
 from tools.gar_writer import write_gar
 
 PART = "best"
@@ -83,17 +83,13 @@ def roll_out(
     loop: Loop, batch: Batch, num_generations: int, seed: int
 ) -> tuple[Rollout, torch.Tensor]:
     """Return (the rollout of a batch, its rewards (B, G))."""
-    policy, tokens = loop.context.policy, loop.context.max_reply_tokens
-    features = policy.encode(batch)
-    rng = RowRNG(seed, 0, 0, batch.index, num_generations)
-    prompts, uniforms = loop.prompts(batch, features), rng.uniforms(tokens)
-    rollout = policy.sample(batch, features, prompts, num_generations, tokens, uniforms)
-    if loop.action:
-        rollout.latents = loop.action.draw(rollout, rng)
+    policy, G = loop.context.policy, num_generations
+    rng = RowRNG(seed, 0, 0, batch.index, G)
+    rollout = sampled(loop, batch, policy.encode(batch), G, rng)
     rewards = combine(loop.rewards(rollout).rewards, loop.reward_weights)
     faults = policy.nan_watcher.take().names()
     raise_on_any_rank([f"the base: {name}" for name in faults])
-    return rollout, rewards.view(-1, num_generations)
+    return rollout, rewards.view(-1, G)
 
 
 def best_rows(rewards: torch.Tensor) -> list[int | None]:
@@ -107,18 +103,19 @@ def best_rows(rewards: torch.Tensor) -> list[int | None]:
     return [i * G + best[i] if unequal else None for i, unequal in enumerate(is_unequal)]
 
 
-class Best:
+class BestAnswers:
     """Data of the best answers, with what they were worth.
 
     Attributes:
         asked: regions; kept: of them those with a best answer.
         damaged: reasons why regions could not be asked about; they are left out.
-        mean, best: summed rewards of the kept regions, of all G answers and of the best.
+        sum_of_means, sum_of_best: of the kept regions, of their rewards' means and of the best.
     """
 
     def __init__(self, loop: Loop, dataset: Subset, args: argparse.Namespace):
         self.loop, self.dataset, self.args = loop, dataset, args
-        self.asked, self.kept, self.damaged, self.mean, self.best = 0, 0, [], 0.0, 0.0
+        self.asked, self.kept, self.damaged = 0, 0, []
+        self.sum_of_means, self.sum_of_best = 0.0, 0.0
 
     def loader(self, dataset: Subset):
         policy, args = self.loop.context.policy, self.args
@@ -138,14 +135,13 @@ class Best:
             first, self.asked = self.asked, self.asked + len(batch)
             self.damaged += batch.damaged
             for i, row in enumerate(best_rows(rewards.cpu())):
-                is_stand_in = (
-                    batch.index[i] != first + i
-                )  # another sample, of a damaged one's place
+                # Another sample stands in a damaged one's place.
+                is_stand_in = batch.index[i] != first + i
                 if row is None or is_stand_in:
                     continue
                 self.kept += 1
-                self.mean += rewards[i].mean().item()
-                self.best += rewards[i].max().item()
+                self.sum_of_means += rewards[i].mean().item()
+                self.sum_of_best += rewards[i].max().item()
                 sample = self.dataset[batch.index[i]]
                 mask, caption = batch.masks[i], rollout.texts[row].strip()
                 if rollout.latents:
@@ -176,19 +172,22 @@ def run(args: argparse.Namespace, ranks: RankInfo):
         dtype=args.dtype,
         temperature=args.temperature,
     )
-    best = Best(loop_of(policy, args.loop, tokens), chosen, args)
-    best.calibrate()
+    answers = BestAnswers(loop_of(policy, args.loop, tokens), chosen, args)
+    answers.calibrate()
     with complete_or_absent(args.output_dir) as unfinished:
         for earlier in (unfinished / PART).glob("*"):  # of an interrupted command
             earlier.unlink()
-        write_gar(best.rows(), unfinished, part=PART)
-        if not best.kept:
-            raise ValueError(f"none of {best.asked} regions has answers of unequal reward")
-    if best.damaged:
-        print0(f"{len(best.damaged)} damaged samples are left out; the first: {best.damaged[0]}")
+        write_gar(answers.rows(), unfinished, part=PART)
+        if not answers.kept:
+            raise ValueError(f"none of {answers.asked} regions has answers of unequal reward")
+    if answers.damaged:
+        print0(
+            f"{len(answers.damaged)} damaged samples are left out; the first: {answers.damaged[0]}"
+        )
     print0(
-        f"{args.output_dir}: {best.kept} of {best.asked} regions, mean reward "
-        f"{best.mean / best.kept:.4f}, of the best {best.best / best.kept:.4f}"
+        f"{args.output_dir}: {answers.kept} of {answers.asked} regions, mean reward "
+        f"{answers.sum_of_means / answers.kept:.4f}, of the best "
+        f"{answers.sum_of_best / answers.kept:.4f}"
     )
 
 

@@ -16,7 +16,7 @@ from rl_train.rewards.ablations import SALIENT, group_iou
 from rl_train.rewards.meteor import require_wordnet
 from rl_train.rewards.positions import fraction_in_named_part
 from rl_train.rollout import Batch, Rollout
-from rl_train.tasks.base import TaskContext
+from rl_train.tasks.base import Task, TaskContext
 from rl_train.tasks.caption_mask_caption import CaptionMaskCaption
 from rl_train.utils.rng import RowRNG
 from tools.experiments.gauntlet.masks import (
@@ -66,17 +66,22 @@ class Chosen:
 
 
 def sampled(
-    regions: Regions,
-    task: CaptionMaskCaption,
+    task: Task,
     batch: Batch,
     features: "ImageFeatures",
     num_generations: int,
+    rng: RowRNG | None = None,
 ) -> Rollout:
-    """Return G sampled masks, as latents, of each caption of a batch of regions."""
-    policy, rng = regions.policy, RowRNG(0, 0, 1, batch.index, num_generations)
-    prompts, uniforms = task.prompts(batch, features), rng.uniforms(regions.tokens)
-    rollout = policy.sample(batch, features, prompts, num_generations, regions.tokens, uniforms)
-    rollout.latents = task.action.draw(rollout, rng)
+    """Return G answers to a task's question about each region, with latents if it samples masks.
+
+    Args: rng: default: the same numbers for every base, task and call.
+    """
+    policy, tokens = task.context.policy, task.context.max_reply_tokens
+    rng = rng or RowRNG(0, 0, 1, batch.index, num_generations)
+    prompts, uniforms = task.prompts(batch, features), rng.uniforms(tokens)
+    rollout = policy.sample(batch, features, prompts, num_generations, tokens, uniforms)
+    if task.action:
+        rollout.latents = task.action.draw(rollout, rng)
     return rollout
 
 
@@ -87,7 +92,7 @@ def sample_scores(
     """Return {score: (n, G)} of G masks that the base samples: rewards, measures, cheap scores."""
     G, parts = num_generations, []
     for batch, features in tqdm(regions.parts, desc="sampled masks", leave=False, disable=None):
-        rollout = sampled(regions, task, batch, features, G)
+        rollout = sampled(task, batch, features, G)
         rewards = task.rewards(rollout).rewards
         scores = {name: rewards[name] for name in (REWARD, "likelihood", "iou")}
         parts.append(

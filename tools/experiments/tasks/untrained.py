@@ -155,7 +155,7 @@ def sampled_masks(regions: Regions, task: MaskAnswers, num_generations: int) -> 
     """Return measures and cheap scores of G sampled masks of each phrase."""
     parts = []
     for batch, features in tqdm(regions.parts, desc="sampled masks", leave=False, disable=None):
-        rollout = sampled(regions, task, batch, features, num_generations)
+        rollout = sampled(task, batch, features, num_generations)
         masks, device = rollout.latents.masks, regions.policy.device
         targets = rollout.of_rows([mask.to(device) for mask in batch.masks])
         measures = dict(iou=mask_iou(masks, targets, 1.0).cpu())
@@ -313,7 +313,7 @@ def grounded_scores(regions: Regions, task: GroundedCaptioning, num_generations:
     """Return measures and cheap scores of G sampled grounded captions of each image."""
     G, parts = num_generations, []
     for batch, features in tqdm(regions.parts, desc="sampled answers", leave=False, disable=None):
-        rollout = sampled(regions, task, batch, features, G)
+        rollout = sampled(task, batch, features, G)
         rewards, masks = task.rewards(rollout).rewards, rollout.latents.masks
         captions = [caption_of(text) for text in rollout.texts]
         columns = dict(
