@@ -20,6 +20,7 @@ from rl_train.distributed.process_group import (
     only_local_rank0,
 )
 from rl_train.rewards.ablations import check_ablation
+from rl_train.rewards.iou import ON_TARGET
 from rl_train.rewards.weights import check_weights
 from rl_train.tasks import DEFAULT_TASKS, TASKS, load_task
 from rl_train.utils.command_line import FlagParser
@@ -242,6 +243,11 @@ def check_flag_combinations(config: Config, chosen: dict[str, type]):
             )
         active = [chosen[name] for name in config.tasks]
         check_weights(weights, {task.name: task.reward_components for task in active})
+        if config.reward.gives_weight(ON_TARGET) and not config.data.distractors:
+            raise ValueError(
+                f"--reward_weights loop1.{ON_TARGET}: needs --distractors, which reads the other "
+                "regions"
+            )
     if config.reward.ablation_reward != "none":
         check_ablation(config.reward.ablation_reward, [chosen[name].name for name in config.tasks])
     takes_others = ("other", "length")  # rewards by other samples of the batch

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+ON_TARGET = "on_target"  # reward component: 1 if a mask lies on the region and on no other, else 0
+
 
 def mask_iou(
     pred: Tensor | Sequence[Tensor], target: Tensor | Sequence[Tensor], empty_value: float = 0.0

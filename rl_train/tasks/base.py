@@ -17,7 +17,7 @@ from rl_train.policies.base import Features, Policy
 from rl_train.rewards import LLMJudge, UserReward
 from rl_train.rewards.cider import DocumentFrequencies
 from rl_train.rewards.custom import add_user_rewards
-from rl_train.rewards.iou import on_target
+from rl_train.rewards.iou import ON_TARGET, on_target
 from rl_train.roles import Roles
 from rl_train.rollout import Batch, RewardOutput, Rollout, SampledLatents
 from rl_train.utils.rng import RowRNG
@@ -149,7 +149,7 @@ def with_measurements(
     batch, masks, verdicts = rollout.batch, outcome.masks, outcome.rewards.get("judge")
     rewards = {name: values.cpu() for name, values in outcome.rewards.items()}
     if batch.distractors is not None and masks is not outcome.targets:
-        rewards["on_target"] = on_target(masks, batch.masks, batch.distractors)
+        rewards[ON_TARGET] = on_target(masks, batch.masks, batch.distractors)
     columns = dict(task=task.name) | outcome.columns
     if outcome.replies:
         columns["replies"] = outcome.replies

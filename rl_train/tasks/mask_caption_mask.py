@@ -6,6 +6,7 @@ from rl_train.config.flags import WEIGHT, flag
 from rl_train.policies.sa2va_queries import RowMasks, segment_model_captions
 from rl_train.rewards import mask_iou
 from rl_train.rewards.captions import CAPTION_REWARDS, JUDGE_SHARES, caption_rewards
+from rl_train.rewards.iou import ON_TARGET
 from rl_train.rollout import Batch, RewardOutput, Rollout
 from rl_train.tasks.base import Task, TaskContext
 from sa2va_hf.batches import ImageFeatures, Prompts
@@ -17,7 +18,7 @@ class MaskCaptionMask(Task):
 
     name = "loop1"
     family, asks_teacher = "sa2va", True
-    reward_components = ("iou", *CAPTION_REWARDS)
+    reward_components = ("iou", ON_TARGET, *CAPTION_REWARDS)
 
     @dataclass(frozen=True)
     class Options:
@@ -58,9 +59,10 @@ class MaskCaptionMask(Task):
         """Return the mask that the teacher finds by each of N captions.
 
         A caption without words has an empty mask and is not asked about; a reply without [SEG]
-        gives an empty mask too. None if the IoU has no weight and the user no reward.
+        gives an empty mask too. None if no reward is measured by a mask.
         """
-        if "iou" not in self.components and not self.context.user_rewards:
+        by_mask = {"iou", ON_TARGET} & set(self.components)
+        if not by_mask and not self.context.user_rewards:
             return None
         with self.context.roles.use("teacher"):
             return segment_model_captions(

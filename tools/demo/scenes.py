@@ -1,9 +1,10 @@
-"""Drawn scenes for the demo: objects of several patterns, colours, shapes and places, and captions.
+"""Drawn scenes for the demo: objects of several patterns, colours, shapes and sizes, and captions.
 
 Everything follows from a seed: scene i of split s is `make_scene(seed, s, i)`, whatever was drawn
-before it. No attribute alone tells an object from the others of its scene: its pattern, its colour,
-its shape and its place are each shared by another object. All together tell it from all
-others. Captions are of the same words but for these. Objects are of one size and apart.
+before it. No attribute alone tells an object from the others of its scene: its pattern, its colour
+and its shape are each shared by another object. All together tell it from all others. Captions are
+of the same words but for these. Objects are apart and of sizes 1 to 4. One in four combinations of
+values is kept for held-out scenes, where half of the objects or more are of these.
 
 H, W = image height and width in pixels; positions are (x, y) in pixels, x to the right.
 """
@@ -11,6 +12,7 @@ H, W = image height and width in pixels; positions are (x, y) in pixels, x to th
 import multiprocessing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import TypeVar
 
 import numpy as np
@@ -33,7 +35,6 @@ COLORS = {
     "white": (252, 252, 252),
 }
 SHAPES = ("circle", "square", "triangle", "cross")
-POSITIONS = ("top left", "top right", "bottom left", "bottom right")
 BACKGROUNDS = {
     "grey": (182, 182, 182),
     "beige": (198, 186, 164),
@@ -42,16 +43,6 @@ BACKGROUNDS = {
     "pinkish": (204, 178, 184),
 }
 
-PAIRS = (  # of values that are easily taken for one another; a scene has both of a pair or none
-    ("plain", "checked"),
-    ("striped", "ruled"),
-    ("blue", "purple"),
-    ("black", "white"),
-    ("red", "orange"),
-    ("green", "yellow"),
-    ("triangle", "cross"),
-    ("circle", "square"),
-)
 # Of a pattern's second tone: towards black, of a paint darker than GREY towards white.
 CONTRAST, GREY = 0.45, 100
 GAP = 3  # pixels between objects that are apart, at least
@@ -60,10 +51,10 @@ TRIES = 30  # places for one object, before the scene is drawn again
 
 
 # The values of each attribute, in the order of a caption
-ATTRIBUTES = dict(pattern=PATTERNS, color=tuple(COLORS), shape=SHAPES, position=POSITIONS)
-NUM_OBJECTS = (5, 6)
+ATTRIBUTES = dict(pattern=PATTERNS, color=tuple(COLORS), shape=SHAPES)
+NUM_OBJECTS = (4, 5)
 IMAGE_SIZES = ((256, 256), (320, 240), (240, 320), (288, 240))  # (W, H)
-DIAMETERS = (0.20, 0.28)  # of an object, of min(H, W)
+DIAMETERS = (0.15, 0.6)  # of an object, of min(H, W), evenly spread on a logarithmic scale
 STRIPE = 5  # pixels that a stripe of a pattern is wide
 
 
@@ -74,13 +65,12 @@ class Object:
     pattern: str
     color: str
     shape: str
-    position: str
     mask: np.ndarray  # (H, W) bool
 
     @property
     def attributes(self) -> tuple[str, ...]:
         """Return the values of the attributes, in the order of a caption."""
-        return self.pattern, self.color, self.shape, self.position
+        return self.pattern, self.color, self.shape
 
     @property
     def caption(self) -> str:
@@ -114,13 +104,19 @@ class Stamp:
 
 
 def caption(*values: str) -> str:
-    """Return the sentence that states these values of the attributes, the last the position."""
-    return f"A {' '.join(values[:-1])} in the {values[-1]}."
+    """Return the sentence that states these values of the attributes."""
+    return f"A {' '.join(values)}."
+
+
+def is_heldout(values: tuple[str, ...]) -> bool:
+    """Return whether a combination of values is kept for held-out scenes: one in four."""
+    digest = blake2b(" ".join(values).encode(), digest_size=2).digest()
+    return int.from_bytes(digest, "big") % 4 == 0
 
 
 def make_scene(seed: int, split: int, index: int) -> Scene:
     """Draw scene `index` of split number `split`; the same numbers give the same pixels."""
-    return draw_scene(np.random.default_rng([seed, split, index]))
+    return draw_scene(np.random.default_rng([seed, split, index]), split == HELDOUT)
 
 
 def in_order(function: Callable[[int], Result], number: int, workers: int = 0) -> Iterator[Result]:
@@ -136,11 +132,17 @@ def in_order(function: Callable[[int], Result], number: int, workers: int = 0) -
         yield from pool.imap(function, range(number), chunksize=4)
 
 
-def draw_scene(rng: np.random.Generator) -> Scene:
-    """Draw a scene, again from `rng` until its objects fit."""
+def draw_scene(rng: np.random.Generator, heldout: bool = False) -> Scene:
+    """Draw a scene, again from `rng` until its objects fit.
+
+    Args:
+        heldout: whether half of the objects or more are of held-out combinations, else none is.
+    """
     while True:
         plan, scene = _plan(rng), None
-        if len(set(plan)) == len(plan):
+        num_new = sum(map(is_heldout, plan))
+        suits = 2 * num_new >= len(plan) if heldout else num_new == 0
+        if suits and len(set(plan)) == len(plan):
             scene = _draw(rng, plan)
         if scene is not None:
             return scene
@@ -153,12 +155,8 @@ def _plan(rng) -> list[tuple[str, ...]]:
 
 
 def _shared(rng, values, number: int) -> list[str]:
-    """Return `number` of the values in random order, each at least twice: a pair if any."""
-    pairs = [pair for pair in PAIRS if pair[0] in values]
-    if pairs:
-        used = list(pairs[rng.integers(len(pairs))])
-    else:
-        used = rng.permutation(values)[: rng.integers(2, number // 2 + 1)].tolist()
+    """Return `number` of the values in random order, each at least twice."""
+    used = rng.permutation(values)[: rng.integers(2, number // 2 + 1)].tolist()
     return rng.permutation(used * 2 + rng.choice(used, number - 2 * len(used)).tolist()).tolist()
 
 
@@ -169,15 +167,10 @@ def _draw(rng, plan) -> Scene | None:
     occupied, objects, stamps = np.zeros((height, width), dtype=bool), [], []
     for values in plan:
         obj = Object(mask=np.zeros((height, width), dtype=bool), **dict(zip(ATTRIBUTES, values)))
-        diameter = rng.uniform(*DIAMETERS) * min(width, height)
+        diameter = np.exp(rng.uniform(*np.log(DIAMETERS))) * min(width, height)
         alpha = stamp(rng, obj.shape, diameter)  # (h, w) in 0..1
-        top, left = (
-            (height // 2) * obj.position.startswith("bottom"),
-            (width // 2) * ("right" in obj.position),
-        )
         for _ in range(TRIES):
-            rows, cols = place(rng, alpha.shape, width // 2, height // 2)
-            box = np.s_[top + rows.start : top + rows.stop, left + cols.start : left + cols.stop]
+            box = place(rng, alpha.shape, width, height)
             around = tuple(slice(max(s.start - GAP, 0), s.stop + GAP) for s in box)
             if not occupied[around].any():
                 break

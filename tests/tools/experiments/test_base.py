@@ -10,7 +10,7 @@ from tests.runs import on_one_core
 from tests.tools.experiments.test_pictures import argv_of, source  # noqa: F401
 from tools.experiments.base import __main__ as base
 from tools.experiments.base.measure import by_group, confusions, probe
-from tools.experiments.base.words import (
+from tools.demo.seen_masks import (
     ImageRegions,
     WordCodes,
     alike,

@@ -26,8 +26,9 @@ from rl_train.export.load_policy import find_base, open_policy
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.utils.command_line import FlagParser, run_program
 from rl_train.utils.io import CannotWrite, check_writable
+from tools.demo.warm_start import MAX_ANSWER_TOKENS, PARTS
 from tools.experiments.base.measure import markdown, measure_base
-from tools.experiments.base.train import MAX_ANSWER_TOKENS, PARTS, SIZES, train_base
+from tools.experiments.base.train import SIZES, train_on_scenes
 from tools.experiments.pictures.dataset import TRUTH
 
 
@@ -66,8 +67,8 @@ def run_train(args: argparse.Namespace):
         )
     size = SIZES[args.size]
     if args.steps:
-        size = replace(size, steps=tuple(args.steps))
-    train_base(size, args.data_dir, args.output_dir, args.seed, args.dtype, args.num_workers)
+        size = replace(size, schedule=replace(size.schedule, steps=tuple(args.steps)))
+    train_on_scenes(size, args.data_dir, args.output_dir, args.seed, args.dtype, args.num_workers)
 
 
 def run_measure(args: argparse.Namespace):

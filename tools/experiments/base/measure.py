@@ -20,7 +20,7 @@ from rl_train.data.text import phrase
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.rollout import Batch
 from sa2va_hf.batches import ImageFeatures
-from tools.experiments.base.words import ImageRegions, label_in, region_means, token_map
+from tools.demo.seen_masks import ImageRegions, label_in, region_means, token_map
 from tools.experiments.gauntlet.regions import Regions
 from tools.experiments.pictures.dataset import TRUTH, read_truth
 

@@ -50,6 +50,13 @@ def build_parser() -> FlagParser:
     add_region_flags(parser)
     add("--output_dir", required=True, type=Path, help="receives table.md and table.json")
     add("--loops", nargs="+", type=int, choices=list(LOOPS), default=list(LOOPS))
+    add(
+        "--loop1_reward",
+        choices=list(loop1.MEASURES),
+        default="iou",
+        help="of loop 1, by which is chosen and of which fractions are: iou; found: whether the "
+        "mask lies on the region and on no other, as --reward_weights loop1.on_target",
+    )
     subsets = "folders of --data_dir to read (gar, dam), or its split; default: all"
     add("--subsets", nargs="+", default=[], metavar="SUBSET", help=subsets)
     add("--num_generations", type=AT_LEAST_2, default=8, help="G, samples of each region")
@@ -84,10 +91,14 @@ def results_of(
         )
 
     training, G = opened(chosen_on), args.num_generations
-    chosen = {loop: LOOPS[loop][1].choose(training, G, args.latent_std) for loop in args.loops}
+    chosen = {}
+    if 1 in args.loops:
+        chosen[1] = loop1.choose(training, G, args.loop1_reward)
+    if 2 in args.loops:
+        chosen[2] = loop2.choose(training, G, args.latent_std)
     del training
     regions = opened(heldout)
-    return {loop: LOOPS[loop][1].measure(regions, chosen[loop], G) for loop in args.loops}
+    return {loop: LOOPS[loop][1].measure(regions, chosen[loop], G) for loop in chosen}
 
 
 def report(results: dict[int, list[LoopResult]], head: str) -> tuple[str, dict]:
@@ -96,7 +107,8 @@ def report(results: dict[int, list[LoopResult]], head: str) -> tuple[str, dict]:
     for loop, of_loop in results.items():
         title, module = LOOPS[loop]
         rows = summarise(of_loop)
-        table = markdown(title, rows, module.MEASURES, len(of_loop))
+        measures = {name: module.MEASURES[name] for name in rows[0]["measures"]}
+        table = markdown(title, rows, measures, len(of_loop))
         parts += [table, verdict(title, rows)]
         record[f"loop{loop}"] = dict(rows=rows, values=[to_json(result) for result in of_loop])
     return "\n\n".join(parts) + "\n", record

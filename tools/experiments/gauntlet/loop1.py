@@ -19,15 +19,16 @@ MEASURES = {"iou": "cycle IoU", "found": "object found"}
 
 @dataclass(frozen=True)
 class Chosen:
-    """Choices made on training regions."""
+    """Choices made on training regions, by the reward: a name in MEASURES."""
 
+    reward: str
     rewordings: list[Rewording]
     picks: list[PickBy]
 
 
-def measures_of(heard: Sequence[Heard]) -> Measures:
-    """Return {measure: values of n regions}."""
-    return {name: [getattr(each, name) for each in heard] for name in MEASURES}
+def measures_of(heard: Sequence[Heard], reward: str = "iou") -> Measures:
+    """Return {measure: values of n regions}, the reward first."""
+    return {name: [getattr(each, name) for each in heard] for name in {reward: "", **MEASURES}}
 
 
 def sample_scores(regions: Regions, num_generations: int) -> dict[str, torch.Tensor]:
@@ -49,21 +50,19 @@ def sample_scores(regions: Regions, num_generations: int) -> dict[str, torch.Ten
     }
 
 
-def choose(training: Regions, num_generations: int, latent_std: float | str) -> Chosen:
-    """Choose every cheap cause by the listener's reward on training regions.
-
-    Args: latent_std: of loop 2 alone.
-    """
+def choose(training: Regions, num_generations: int, reward: str = "iou") -> Chosen:
+    """Choose every cheap cause on training regions, by a reward in MEASURES."""
     captions = training.greedy_captions()
     chosen = rewordings(
         captions,
         training.references,
         training.masks,
-        lambda queries: [each.iou for each in training.listen(queries)],
+        lambda queries: [getattr(each, reward) for each in training.listen(queries)],
     )
     scores = sample_scores(training, num_generations)
     cheap = [name for name in scores if name not in MEASURES]
-    return Chosen(chosen, [choose_direction(name, scores[name], scores["iou"]) for name in cheap])
+    picks = [choose_direction(name, scores[name], scores[reward]) for name in cheap]
+    return Chosen(reward, chosen, picks)
 
 
 def measure(heldout: Regions, chosen: Chosen, num_generations: int) -> LoopResult:
@@ -72,13 +71,14 @@ def measure(heldout: Regions, chosen: Chosen, num_generations: int) -> LoopResul
     for rewording in chosen.rewordings:
         texts = [rewording.caption(text, mask) for text, mask in zip(captions, heldout.masks)]
         heard = heldout.listen(list(enumerate(texts)))
-        rivals.append(Rival(rewording.name, rewording.chosen, "greedy", measures_of(heard)))
+        measures = measures_of(heard, chosen.reward)
+        rivals.append(Rival(rewording.name, rewording.chosen, "greedy", measures))
     scores = sample_scores(heldout, num_generations)
     return result_with_samples(
-        greedy=measures_of(heldout.listen(list(enumerate(captions)))),
+        greedy=measures_of(heldout.listen(list(enumerate(captions))), chosen.reward),
         rivals=rivals,
         scores=scores,
-        true_reward="iou",
+        true_reward=chosen.reward,
         picks=chosen.picks,
-        measures=MEASURES,
+        measures={chosen.reward: "", **MEASURES},
     )

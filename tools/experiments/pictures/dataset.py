@@ -40,7 +40,7 @@ from tools.gar_writer import encode_mask, write_gar
 
 NO_CAPTION = "A region without a caption."
 SETTINGS, TRUTH = "settings.json", "truth.jsonl"
-SEGMENTED = "segmented"  # part of the training split
+CAPTIONED, SEGMENTED = "captioned", "segmented"  # parts of the training split
 JPEG = dict(format="JPEG", quality=92, subsampling=0)
 
 
@@ -221,7 +221,7 @@ def write_parts(
         if split.is_eval:
             part = "all"
         elif region["scene"] in captioned and not region["unnamed"]:
-            part = "captioned"
+            part = CAPTIONED
         else:
             part = "regions"
         region["part"], region["row"] = part, len(parts.setdefault(part, []))

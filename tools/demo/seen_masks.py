@@ -1,12 +1,13 @@
-"""The task by which the base learns to see: masks of phrases, with codes for their words.
+"""The task by which a small Sa2VA learns to see from random weights: masks, with codes of words.
 
-    python -m rl_train.sft --tasks tools.experiments.base.words:SeenMasks --subsets segmented \
+    python -m rl_train.sft --tasks tools.demo.seen_masks:SeenMasks --subsets segmented \
         --distractors --truth lab/train/truth.jsonl ..
 
-Of plain examples a model of random weights learns neither half of segmentation (tools/demo/hints.py
-says why), so each is taught apart, by the code of a phrase's words: [SEG] is to give it, and SAM2
-to answer it. No caption is said; the words are those of the phrases that the masks are of. An image
-teaches all its regions at once.
+Of plain examples such a model learns neither half of segmentation, as long as neither the prompt
+embedding of [SEG] says what a phrase does nor SAM2's features hold what they would answer it by.
+So each is taught apart, by the code of a phrase's words: [SEG] is to give it, and SAM2 to answer
+it. No caption is said; the words are those of the phrases that the masks are of. An image teaches
+all its regions at once.
 
 Letters: B samples, K regions of an image (padded), N regions of all images, D width of a prompt
 embedding, C of the LLM, h w the size of mask logits.
@@ -24,7 +25,6 @@ import torch.nn.functional as F
 from rl_train.config.flags import flag
 from rl_train.tasks.base import TaskContext
 from rl_train.tasks.sft_tasks import Examples, ReferringSegmentation
-from tools.demo.hints import balanced_mask_losses
 from tools.experiments.pictures.captions import RELATIONS
 from tools.experiments.pictures.dataset import read_truth
 
@@ -38,8 +38,9 @@ BESIDE = re.compile(rf" (?:{'|'.join(RELATIONS)}) the ")
 
 
 def label_in(caption: str) -> str:
-    """Return the label of "owl left of the violin": what precedes the neighbour's place."""
-    return BESIDE.split(caption, maxsplit=1)[0]
+    """Return the label of "owl left of the violin", or of the demo's "A plain red cross."."""
+    words = caption.removeprefix("A ").removesuffix(".")
+    return BESIDE.split(words, maxsplit=1)[0]
 
 
 class WordCodes:
@@ -100,13 +101,14 @@ class ImageRegions:
 
 
 def regions_of(batch: "Batch", device: torch.device | str) -> ImageRegions:
-    """Return all regions of a batch's images, the sample's own first. They need one size."""
-    groups = [torch.cat([own[None], o]) for own, o in zip(batch.masks, batch.distractors)]
+    """Return all regions of a batch's images, the sample's own first, all at one size."""
+    groups = [torch.cat([own[None], o]).float() for own, o in zip(batch.masks, batch.distractors)]
+    size = tuple(min(sides) for sides in zip(*(group.shape[1:] for group in groups)))
+    groups = [resized(group, size) for group in groups]
     counts = [len(group) for group in groups]
     image = torch.tensor([i for i, n in enumerate(counts) for _ in range(n)])
     place = torch.tensor([k for n in counts for k in range(n)])
-    masks = torch.cat(groups).to(device)[:, None].float()
-    return ImageRegions(image.to(device), place.to(device), masks[:, 0])
+    return ImageRegions(image.to(device), place.to(device), torch.cat(groups).to(device))
 
 
 def resized(masks: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
@@ -129,6 +131,24 @@ def token_map(policy: "Sa2VAPolicy", features: "ImageFeatures") -> torch.Tensor:
         tokens = policy.model.mlp1(features.vision)
     side = round(tokens.shape[1] ** 0.5)
     return tokens.transpose(1, 2).unflatten(2, (side, side))
+
+
+def balanced_mask_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return (B,) BCE with the region's and the background's pixels at equal weight, plus 2 Dice.
+
+    From random weights the usual loss would settle on empty masks, since regions cover a few per
+    cent of an image.
+
+    Args:
+        logits: (B, h, w); targets: (B, h, w) float32, 0 or 1, none empty.
+    """
+    logits, target = logits.flatten(1), targets.flatten(1)
+    bce = F.binary_cross_entropy_with_logits(logits, target, reduction="none")
+    inside = (bce * target).sum(1) / target.sum(1)
+    outside = (bce * (1 - target)).sum(1) / (1 - target).sum(1)
+    probability = logits.sigmoid()
+    dice = 1 - (2 * (probability * target).sum(1) + 1) / (probability.sum(1) + target.sum(1) + 1)
+    return inside + outside + 2 * dice
 
 
 def alike(labels: list[str], regions: ImageRegions, num_images: int) -> torch.Tensor:
@@ -191,7 +211,7 @@ class SeenMasks(ReferringSegmentation):
     ):
         policy, batch = self.context.policy, examples.batch
         if batch.distractors is None:
-            raise ValueError("--tasks tools.experiments.base.words:SeenMasks: needs --distractors")
+            raise ValueError("--tasks tools.demo.seen_masks:SeenMasks: needs --distractors")
         regions, labels = regions_of(batch, policy.device), self.labels(batch)
         codes = self.codes(labels)  # (N, D)
         prompts = policy.scored_mask_embeddings(scores, examples.ids, examples.valid)  # (B, D)

@@ -1,0 +1,103 @@
+"""Supervised training of a small Sa2VA from random weights: it learns to see, to find, to say.
+
+Three runs of `rl_train.sft`, each beginning with the model of the one before. Captions are in the
+last alone and of few regions, and it ends early: the mistakes that are left are those of too little
+data, nobody puts one in.
+
+The data's folder has the subsets `segmented`, of all regions that may be named, and `captioned`,
+and truth.jsonl, which says of each region of `segmented`, in its order, its scene and its label.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rl_train import sft
+from rl_train.train import main as run_training
+from sa2va_hf import Sa2VAConfig, Sa2VAModel
+from sa2va_hf.tokenizer import load_tokenizer
+from tools.demo.model import initialise, tokenizer_of
+from tools.demo.new_folder import complete_or_absent, save
+from tools.experiments.pictures.dataset import CAPTIONED, SEGMENTED, TRUTH, read_truth
+
+MAX_ANSWER_TOKENS = 24
+ALL = "vision mlp1 language_model embeddings text_hidden_fcs sam2 sam2_encoder"
+# Flags of the parts beside those of `Schedule`, in order.
+PARTS = dict(
+    see=f"--subsets {SEGMENTED} --tasks tools.demo.seen_masks:SeenMasks --one_answer "
+    f"--distractors --trainable_modules {ALL}",
+    find=f"--subsets {SEGMENTED} --tasks referring_segmentation --one_answer "
+    f"--trainable_modules {ALL}",
+    say=f"--subsets {CAPTIONED} --tasks region_captions referring_segmentation --one_answer "
+    "--trainable_modules language_model embeddings text_hidden_fcs",
+)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long a base is trained.
+
+    Attributes:
+        steps: of each part.
+        rates: peak learning rate of each part.
+    """
+
+    batch_size: int
+    steps: tuple[int, int, int]
+    rates: tuple[float, float, float]
+
+
+def train_base(
+    config: dict,
+    vocab_size: int,
+    schedule: Schedule,
+    data_dir: Path,
+    eval_data_dir: Path,
+    output_dir: Path,
+    seed: int,
+    dtype: str,
+    num_workers: int,
+):
+    """Train a base into output_dir/base, bf16 numbers; the run of a part is output_dir/PART.
+
+    A part that is done is not done again.
+
+    Args:
+        config: config.json of the model, whose LLM's vocabulary becomes the tokenizer's.
+        vocab_size: of the tokenizer at most, without special tokens.
+    """
+    model_path = output_dir / "random"
+    if not model_path.exists():
+        torch.manual_seed(seed)
+        truth = read_truth(data_dir)
+        captions = (region["caption"] for region in truth if not region["unnamed"])
+        tokenizer = tokenizer_of(captions, vocab_size)
+        llm = config["llm_config"] | {"vocab_size": len(tokenizer)}
+        model = Sa2VAModel(Sa2VAConfig(**config | {"llm_config": llm}))
+        initialise(model)
+        with complete_or_absent(model_path) as unfinished:
+            model.save_pretrained(unfinished, torch.float32)
+            tokenizer.save_pretrained(unfinished)
+    for number, part in enumerate(PARTS):
+        run, began = output_dir / part, time.perf_counter()
+        if not (run / "final_model").exists():
+            flags = dict(model_path=model_path, data_dir=data_dir, output_dir=run, seed=seed)
+            flags |= dict(eval_data_dir=eval_data_dir, eval_steps=0, eval_samples=8)
+            flags |= dict(max_steps=schedule.steps[number], save_steps=schedule.steps[number])
+            flags |= dict(batch_size=schedule.batch_size, learning_rate=schedule.rates[number])
+            flags |= dict(dtype=dtype, num_workers=num_workers, weight_decay=0.02)
+            flags |= dict(max_completion_length=MAX_ANSWER_TOKENS, resume="auto")
+            if part == "see":
+                flags |= dict(truth=data_dir / TRUTH)
+            argv = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+            run_training(
+                [*argv, "--no-gradient_checkpointing", *PARTS[part].split()], sft.SFT, sft.train
+            )
+        model_path = run / "final_model"
+        print(f"{part}: {time.perf_counter() - began:.0f} s", flush=True)
+    if not (output_dir / "base").exists():
+        model, tokenizer = Sa2VAModel.from_pretrained(model_path), load_tokenizer(model_path)
+        with complete_or_absent(output_dir / "base") as unfinished:
+            save(model, tokenizer, unfinished)
