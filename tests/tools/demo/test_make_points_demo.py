@@ -14,7 +14,7 @@ from rl_train.policies.qwen_vl_model import load_qwen, load_sam
 from sa2va_hf.qwen_images import patches
 from tests.runs import on_one_core, rollouts, run
 from tools.demo.clump_scenes import RADIUS, SIDE, inside, make_scene
-from tools.demo.make_points_demo import main
+from tools.demo.make_points_demo import SHIPPED, main
 from tools.demo.points_drawing import (
     ELSEWHERE,
     ENCODER,
@@ -278,3 +278,14 @@ def test_two_steps_on_the_demo_that_is_made(tmp_path, monkeypatch):
     values, means = json.loads(file.read_text())["values"], measures(file)
     gains = [a - b for a, b in zip(values["seg_iou"], values["seg_iou_without"])]
     assert gains == pytest.approx(values["gain_negative"]) and means["num_negative"] == 1
+
+
+def test_one_model_is_trained_and_the_other_one_is_what_ships(tmp_path, capsys):
+    few = "--train_scenes 1 --heldout_scenes 1 --warm_start_steps 1 1 --warm_start_scenes 2"
+    flags = ["--train_checkpoint", "--models", "qwen", "--device", "cpu", *few.split()]
+    main(["--output_dir", str(tmp_path), *flags])
+    for name, ships in (("qwen", False), ("sam", True)):
+        file = f"{name}/model.safetensors"
+        assert ((tmp_path / file).read_bytes() == (SHIPPED / file).read_bytes()) == ships
+    output = capsys.readouterr().out
+    assert "Qwen2.5-VL, greedy" in output and "SAM2, IoU" not in output
