@@ -6,10 +6,12 @@
 
 Everything is drawn by code from --seed. The models that ship are copied; --train_checkpoint trains
 others from random weights (`tools.demo.points_warm_start`, `tools.demo.points_drawing`), minutes on
-a GPU and hours on a CPU. SAM2 takes one point in a member for its whole clump, and gives the member
-for a negative one in a neighbour. Qwen2.5-VL points at the member; its sampled negative points are
-missing, at the middle of the image, or (a fifth) in a neighbour. A reward that moves this habit
-gains as much as the mask's IoU (docs/points.md).
+a GPU and hours on a CPU; with --models qwen only Qwen2.5-VL. SAM2 takes one point in a member for
+its whole clump, and gives the member for a negative one in a neighbour. Qwen2.5-VL points at the
+member; a fifth of its negative points are taught to be in a neighbour. The others are missing or of
+no use: in the background beside the member and as far from it as a neighbour, in another clump, or
+at the member's own edge. No direction, distance from the positive point or distance from the middle
+of the image is a neighbour's alone (docs/points.md).
 """
 
 import shutil
@@ -35,25 +37,39 @@ MEASURED = 160  # held-out scenes on which models are measured when they are tra
 BAR_STEPS = 20  # steps between two losses on the progress bar: reading one waits for the GPU
 
 
-def train_checkpoint(folder: Path, seed: int, steps: list[int], num_scenes: int, device: str):
-    """Train both models from random weights, print what they do, save them in bfloat16."""
+def train_checkpoint(
+    folder: Path, seed: int, models: list[str], steps: list[int], num_scenes: int, device: str
+):
+    """Train models from random weights, print what they do, save them in bfloat16.
+
+    `steps` are those of Qwen2.5-VL and of SAM2, whether both are trained or not.
+    """
     scenes = [draw(seed, i) for i in tqdm(range(num_scenes), desc="warm-start scenes")]
     torch.manual_seed(seed)
     tokenizer = make_tokenizer()
-    pointing = PointingStart(new_qwen(tokenizer), tokenizer, scenes, seed, device)
-    drawing = DrawingStart(new_sam(), scenes, seed, device)
-    for name, part, number in zip(MODELS, (pointing, drawing), steps):
+    qwen, sam = new_qwen(tokenizer), new_sam()
+    parts = {}
+    if "qwen" in models:
+        parts["qwen"] = PointingStart(qwen, tokenizer, scenes, seed, device)
+    if "sam" in models:
+        parts["sam"] = DrawingStart(sam, scenes, seed, device)
+    for name, part in parts.items():
+        number = steps[MODELS.index(name)]
         with tqdm(range(number), desc=name) as progress:
             for step in progress:
                 metrics = part.step(step / number, min(IMAGES[name], num_scenes))
                 if step % BAR_STEPS == 0:
                     progress.set_postfix({key: f"{value:.2f}" for key, value in metrics.items()})
     heldout = [draw(seed, i, HELDOUT) for i in range(min(num_scenes, MEASURED))]
-    print(f"Qwen2.5-VL, greedy: {pointing.evaluate(heldout)}")
-    print(f"Qwen2.5-VL, sampled: {pointing.evaluate(heldout, temperature=1.0)}")
-    print(f"SAM2, IoU: {drawing.evaluate(heldout)}", flush=True)
-    save_qwen(pointing.vlm, tokenizer, folder / "qwen")
-    save_sam(drawing.sam, folder / "sam")
+    if "qwen" in parts:
+        print(f"Qwen2.5-VL, greedy: {parts['qwen'].evaluate(heldout)}")
+        print(
+            f"Qwen2.5-VL, sampled: {parts['qwen'].evaluate(heldout, temperature=1.0)}", flush=True
+        )
+        save_qwen(qwen, tokenizer, folder / "qwen")
+    if "sam" in parts:
+        print(f"SAM2, IoU: {parts['sam'].evaluate(heldout)}", flush=True)
+        save_sam(sam, folder / "sam")
 
 
 def main(argv: list[str] | None = None):
@@ -65,6 +81,8 @@ def main(argv: list[str] | None = None):
     add("--heldout_scenes", type=int, default=100, help="scenes drawn for evaluation")
     train = "train the models instead of copying those that ship; on a CPU for hours"
     add("--train_checkpoint", action="store_true", help=train)
+    trained = "those that --train_checkpoint trains; one left out is copied if it is not there"
+    add("--models", nargs="+", choices=MODELS, default=list(MODELS), help=trained)
     add(
         "--warm_start_steps",
         type=int,
@@ -89,7 +107,7 @@ def main(argv: list[str] | None = None):
             print(f"drawn in {time.perf_counter() - began:.0f} s", flush=True)
     if args.train_checkpoint:
         steps, scenes = args.warm_start_steps, args.warm_start_scenes
-        train_checkpoint(output, args.seed, steps, scenes, args.device)
+        train_checkpoint(output, args.seed, args.models, steps, scenes, args.device)
     for name in MODELS:
         if not (output / name).exists():
             with complete_or_absent(output / name) as unfinished:

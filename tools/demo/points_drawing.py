@@ -19,7 +19,7 @@ from rl_train.policies.sam2_prompting import BACKGROUND, FOREGROUND
 from sa2va_hf.mask_decoder import decoder_features
 from sa2va_hf.processing_sa2va import normalise_sam_pixels
 from tools.demo.clump_scenes import COLORS, SHAPES, SIDE
-from tools.demo.points_warm_start import SPOTS, Drawn, Trainer
+from tools.demo.points_warm_start import SPOTS, Drawn, Trainer, negative_point
 
 ENCODER = 0.5  # of the steps are those that train the image encoder
 READ = 0.5  # weight of the readings of colour and shape off its features
@@ -216,6 +216,8 @@ class DrawingStart:
                 prompts["alone"].append([p])
                 for name, candidates in spots.items():
                     prompts[name].append([p, candidates[rng.integers(SPOTS)]])
+                for name in ("background_near", "own_edge"):
+                    prompts[name].append([p, negative_point(scene, k, name, rng)])
         pixels = torch.from_numpy(np.stack([scene.pixels for scene in scenes])).to(self.device)
         features = decoder_features(self.sam, self.levels(pixels))
         clump_members, whole = (

@@ -1,7 +1,8 @@
 """Supervised training of the demo's tiny Qwen2.5-VL from random weights, on clumps.
 
 It is left with answers in the right form, whose positive point is in the member that is meant and
-whose negative point is mostly of no use: SLOPPY. SAM2's part is in `points_drawing`.
+whose negative point is mostly of no use, in several ways: SLOPPY. SAM2's part is in
+`points_drawing`.
 
 B = scenes of a step, P = questions about them.
 """
@@ -32,13 +33,23 @@ if TYPE_CHECKING:
 
 
 SPOTS = 12  # random pixels that are drawn of each member and of the background
-# Of the negative points: none, in the middle of the image, where nothing is, in a neighbour. At
-# first SHOWN, by which the model learns where neighbours are; from SHOWN_FRACTION of the steps on
-# SLOPPY, which is left, and whose likeliest answer is of no use.
-SHOWN, SLOPPY, SHOWN_FRACTION = (0.15, 0.15, 0.7), (0.4, 0.4, 0.2), 0.7
+# Shares of the modes of negative points (`negative_point`); only the one in a neighbour is of use.
+# First the answers are SHOWN, from which the model learns where neighbours are; from SHOWN_FRACTION
+# of the steps on they are SLOPPY, which is how the model is left. Its greedy answer is then mostly
+# in the background: that mode is the most frequent one and has one place for each neighbour, which
+# SHOWN already teaches. A place that is learnt less sharply is a less likely answer.
+SHOWN = dict(none=0.15, background_near=0.3, other_clump=0.05, own_edge=0.05, neighbour=0.45)
+SLOPPY = dict(none=0.15, background_near=0.4, other_clump=0.15, own_edge=0.1, neighbour=0.2)
+SHOWN_FRACTION = 0.7
 UNASKED = 0.2  # of the questions are for points without negative ones
 QUESTIONS = 4  # of an image, at every visit
-MIDDLE = 5  # pixels that a point in the middle is off it, at most
+BORDER = 10 * SIDE // SEEN + 2  # pixels; behind it the seen image's coordinates have two digits
+CLEAR = 6  # pixels between a point in the background and any member
+EDGE = 0.75  # of the way from a member's centre to its edge: where a point at its own edge is
+SAME_DISTANCE = 20  # pixels: distances from the middle of the image that count as equal
+NEAR = 60  # pixels from a member's centre to what is beside it; neighbours are at about 40
+# Of a point beside a member, from opposite to a neighbour: smallest first, to both sides.
+TURNS = np.radians([0, *(sign * turn for turn in range(10, 181, 10) for sign in (1, -1))])
 DIGITS = 8  # tokens of an answer that are not the same in all
 
 
@@ -67,9 +78,8 @@ def draw(seed: int, index: int, split: int = WARM_START) -> Drawn:
     for k, member in enumerate(scene.members):
         of_member[member.mask] = 1 + k
     spots = [inside(rng, m.mask, SPOTS) for m in scene.members]
-    margin = 10 * SIDE // SEEN + 2  # two digits
     free = np.zeros_like(scene.drawn)
-    free[margin:-margin, margin:-margin] = ~scene.drawn[margin:-margin, margin:-margin]
+    free[BORDER:-BORDER, BORDER:-BORDER] = ~scene.drawn[BORDER:-BORDER, BORDER:-BORDER]
     seen = scene.image.resize((SEEN, SEEN), 3)  # bicubic, as the policy's inputs
     return Drawn(
         planes(seen).numpy(),
@@ -206,17 +216,19 @@ class PointingStart:
         return self.vlm.lm_head(hidden[:, begin:])
 
     def answer(
-        self, scene: Drawn, k: int, negatives: bool, odds: list[float], rng: np.random.Generator
+        self,
+        scene: Drawn,
+        k: int,
+        negatives: bool,
+        odds: dict[str, float],
+        rng: np.random.Generator,
     ) -> str:
-        """Return an answer about member k; `odds` choose among the kinds of its negative point."""
-        negative_kind = rng.choice(3, p=odds) if negatives else 0
-        negative = []
-        if negative_kind == 1:
-            negative = [SIDE // 2 + rng.integers(-MIDDLE, MIDDLE + 1, 2)]
-        elif negative_kind == 2:
-            negative = [scene.members[int(rng.choice(scene.neighbours(k)))][3]]
+        """Return an answer about member k; `odds` {mode: share} choose its negative point."""
+        mode = rng.choice(list(odds), p=list(odds.values())) if negatives else "none"
+        negative = negative_point(scene, k, mode, rng)
+        points = [] if negative is None else [negative]
         point_prompt = PointPrompt(
-            (), (seen_point(scene.members[k][3]),), tuple(map(seen_point, negative))
+            (), (seen_point(scene.members[k][3]),), tuple(map(seen_point, points))
         )
         return form(negatives).format(point_prompt)
 
@@ -269,6 +281,11 @@ class PointingStart:
     ) -> dict[str, float]:
         """Measure answers about a random member of each scene; greedy at temperature 0.
 
+        Of all answers these are the shares that can be parsed, whose positive point is in the
+        member, and whose negative point is absent (none), in the background at most NEAR pixels
+        from the member or farther away, in another clump, in the member (own_edge) or in a
+        neighbour.
+
         All questions of one form have as many tokens: no row is padded.
         """
         rng = np.random.default_rng([self.seed, 2])
@@ -287,8 +304,7 @@ class PointingStart:
             else:
                 new = logits.argmax(-1).tolist()
             rows = [[*row, token] for row, token in zip(rows, new)]
-        counts = dict.fromkeys(("parsable", "positive_hits", "none", "neighbour", "member"), 0)
-        counts |= dict.fromkeys(("other_clump", "background"), 0)
+        counts = dict.fromkeys(("parsable", "positive_hits", *SLOPPY, "background_far"), 0)
         for scene, k, row, start in zip(scenes, chosen, rows, starts):
             text = self.tokenizer.decode(row[start:]).split("<|im_end|>")[0]
             point_prompt = form(True).parse_in_pixels(text, (SEEN, SEEN), (SIDE, SIDE)).prompt
@@ -296,11 +312,75 @@ class PointingStart:
                 continue
             counts["parsable"] += 1
             counts["positive_hits"] += where(scene, point_prompt.positive[0]) == 1 + k
-            at = where(scene, point_prompt.negative[0]) if point_prompt.negative else None
-            near = [1 + m for m in scene.neighbours(k)]
-            hit = {None: "none", 0: "background", 1 + k: "member"}.get(at, "other_clump")
-            counts["neighbour" if at in near else hit] += 1
+            counts[mode_of(scene, k, point_prompt.negative)] += 1
         return {name: round(count / len(scenes), 3) for name, count in counts.items()}
+
+
+def negative_point(
+    scene: Drawn, k: int, mode: str, rng: np.random.Generator
+) -> np.ndarray | tuple[float, float] | None:
+    """Return a negative point (x, y) of a mode about member k, None for the mode "none".
+
+    background_near: beside the member, see `beside`. other_clump: the centre of any member of
+    another clump. own_edge: in the member itself, just inside its edge. neighbour: the centre of a
+    neighbour.
+    """
+    near = scene.neighbours(k)
+    if mode == "none":
+        return None
+    if mode == "own_edge":
+        return at_own_edge(scene, k, rng.uniform(0, 2 * np.pi))
+    if mode == "other_clump":
+        others = [m for m in range(len(scene.members)) if m != k and m not in near]
+        return scene.members[int(rng.choice(others))][3]
+    neighbour = int(rng.choice(near))
+    if mode == "background_near":
+        return beside(scene, k, neighbour)
+    assert mode == "neighbour", mode
+    return scene.members[neighbour][3]
+
+
+def beside(scene: Drawn, k: int, neighbour: int) -> np.ndarray:
+    """Return a point (x, y) of the background beside member k, as far from it as a neighbour.
+
+    It is opposite to the neighbour, or turned from there until nothing is drawn and its distance
+    from the middle of the image is about the neighbour's: no distance tells the two apart.
+    """
+    centre, other = (np.array(scene.members[m][3]) for m in (k, neighbour))
+    (x, y), middle = centre - other, (SIDE - 1) / 2
+    angles = np.arctan2(y, x) + TURNS
+    points = centre + np.hypot(x, y) * np.stack([np.cos(angles), np.sin(angles)], 1)
+    around = np.radians(np.arange(0, 360, 45))
+    around = CLEAR * np.stack([np.cos(around), np.sin(around)], 1)
+    columns, rows = np.rint(points[:, None] + around).astype(int).clip(0, SIDE - 1).T
+    free = (scene.of_member[rows, columns] == 0).all(0)
+    free &= ((points >= BORDER) & (points <= SIDE - BORDER)).all(1)
+    assert free.any()
+    from_middle = np.hypot(*(points - middle).T) - np.hypot(*(other - middle))
+    difference = np.abs(from_middle).clip(min=SAME_DISTANCE)
+    return points[np.where(free, difference, np.inf).argmin()]  # the first of equal ones
+
+
+def at_own_edge(scene: Drawn, k: int, angle: float) -> np.ndarray:
+    """Return a point (x, y) in member k, just inside its edge in a direction."""
+    centre, direction = np.array(scene.members[k][3]), np.array([np.cos(angle), np.sin(angle)])
+    ray = centre[:, None] + direction[:, None] * np.arange(SIDE // 4)
+    columns, rows = np.rint(ray).astype(int).clip(0, SIDE - 1)
+    length = int(np.argmin(scene.of_member[rows, columns] == 1 + k))  # pixels to its edge
+    return centre + EDGE * length * direction
+
+
+def mode_of(scene: Drawn, k: int, negative: tuple) -> str:
+    """Return the mode of an answer about member k by the first of its negative points."""
+    if not negative:
+        return "none"
+    at = where(scene, negative[0]) - 1
+    if at < 0:
+        near = np.hypot(*np.subtract(negative[0], scene.members[k][3])) <= NEAR
+        return "background_near" if near else "background_far"
+    if at == k:
+        return "own_edge"
+    return "neighbour" if at in scene.neighbours(k) else "other_clump"
 
 
 def seen_point(point: tuple[int, int]) -> tuple[int, int]:
