@@ -6,8 +6,8 @@
 
 Everything is drawn by code from --seed, which also begins the checkpoint. The checkpoint, in the
 original layout, is trained from random weights as the lab's bases are (`tools.demo.warm_start`):
-masks of all regions, captions of one in ten, then it is stopped. Nothing is put in: its mistakes
-are those of too little data. It answers with one wording of Sa2VA's five, so that in loop 2 only
+masks of all regions, captions of one in a hundred, then it is stopped. Nothing is put in: its
+mistakes are those of too little data. It answers with one wording of Sa2VA's five, so that in loop 2 only
 the sampled mask can differ.
 """
 
@@ -32,9 +32,9 @@ from tools.experiments.pictures.dataset import CAPTIONED, SEGMENTED, TRUTH
 from tools.gar_writer import write_gar
 
 SHIPPED_CHECKPOINT = Path(__file__).parent / "checkpoint"
-SCHEDULE = Schedule(64, (600, 100, 300), (1.5e-3, 4e-4, 6e-4))
-TRAIN_SCENES, HELDOUT_SCENES, WARM_START_SCENES = 800, 100, 1500
-CAPTIONED_ONE_IN = 10  # regions of the warm start
+SCHEDULE = Schedule((1200, 150, 150), (64, 64, 16), (1.5e-3, 4e-4, 6e-4))
+TRAIN_SCENES, HELDOUT_SCENES, WARM_START_SCENES = 800, 100, 3000
+CAPTIONED_ONE_IN = 100  # regions of the warm start
 VOCAB_SIZE = 640  # of the tokenizer at most, without special tokens
 
 

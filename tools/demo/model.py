@@ -1,7 +1,6 @@
 """The demo's Sa2VAs: configurations, tokenizer and random weights."""
 
 from collections.abc import Iterable
-from functools import partial
 
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -9,7 +8,6 @@ from transformers import PreTrainedTokenizerFast
 from sa2va_hf import PROMPT_TEMPLATE, Sa2VAModel
 from sa2va_hf.prompts import DESCRIBE, SEGMENT_ANSWERS, SEGMENT_WORDINGS
 from tools.demo.new_folder import new_config, train_tokenizer
-from tools.demo.scenes import WARM_START, in_order, make_scene
 
 SPECIAL_TOKENS = [
     "<|endoftext|>",
@@ -62,12 +60,6 @@ CONFIG = new_config(
         ),
     ),
 )
-
-
-def make_tokenizer(seed: int, workers: int = 0) -> PreTrainedTokenizerFast:
-    """Train the tokenizer of the demo's scenes."""
-    scenes = in_order(partial(make_scene, seed, WARM_START), 300, workers)
-    return tokenizer_of((obj.caption for scene in scenes for obj in scene.objects), 640)
 
 
 def tokenizer_of(captions: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:

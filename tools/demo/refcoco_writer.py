@@ -132,7 +132,7 @@ def general_phrases(objects: list[Object]) -> list[tuple[str, list[int]]]:
 def phrases(drawn: Object) -> list[str]:
     """Return an object's caption as people write phrases, and the same in other words."""
     look = f"{drawn.pattern} {drawn.color} {drawn.shape}"
-    return [f"a {look} in the {drawn.position}", f"{drawn.position} {look}"]
+    return [f"a {look}", f"{drawn.color} {drawn.shape}, {drawn.pattern}"]
 
 
 def main(argv: list[str] | None = None):

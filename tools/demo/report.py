@@ -183,10 +183,6 @@ def main(argv: list[str] | None = None):
         print(
             f"{name}: said {stated[name]:.2f}, read {read[name]:.2f}, chance {1 / len(values):.2f}"
         )
-    print(
-        "the mistakes were taught as swaps inside pairs of values, where chance is 0.50; a table "
-        "of these pairs mends them without a look at an image (docs/results.md)"
-    )
     print(f"captions: {stated['words']:.1f} words, {stated['distinct']:.2f} of them distinct")
     ious = report.masks_found(heldout)
     for k, row in ious.items():

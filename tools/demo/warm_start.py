@@ -40,12 +40,12 @@ class Schedule:
     """How long a base is trained.
 
     Attributes:
-        steps: of each part.
+        steps, batch_sizes: of each part.
         rates: peak learning rate of each part.
     """
 
-    batch_size: int
     steps: tuple[int, int, int]
+    batch_sizes: tuple[int, int, int]
     rates: tuple[float, float, float]
 
 
@@ -86,7 +86,8 @@ def train_base(
             flags = dict(model_path=model_path, data_dir=data_dir, output_dir=run, seed=seed)
             flags |= dict(eval_data_dir=eval_data_dir, eval_steps=0, eval_samples=8)
             flags |= dict(max_steps=schedule.steps[number], save_steps=schedule.steps[number])
-            flags |= dict(batch_size=schedule.batch_size, learning_rate=schedule.rates[number])
+            flags |= dict(batch_size=schedule.batch_sizes[number])
+            flags |= dict(learning_rate=schedule.rates[number])
             flags |= dict(dtype=dtype, num_workers=num_workers, weight_decay=0.02)
             flags |= dict(max_completion_length=MAX_ANSWER_TOKENS, resume="auto")
             if part == "see":

@@ -25,9 +25,9 @@ class Size:
 
 
 SIZES = {
-    "small": Size(336, 256, 4, 3, Schedule(64, (600, 100, 300), (1.5e-3, 4e-4, 6e-4))),
+    "small": Size(336, 256, 4, 3, Schedule((600, 100, 300), (64, 64, 64), (1.5e-3, 4e-4, 6e-4))),
     # shows that the commands run
-    "tiny": Size(112, 64, 1, 1, Schedule(8, (4, 2, 2), (1e-3, 4e-4, 6e-4))),
+    "tiny": Size(112, 64, 1, 1, Schedule((4, 2, 2), (8, 8, 8), (1e-3, 4e-4, 6e-4))),
 }
 
 

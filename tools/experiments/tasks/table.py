@@ -12,7 +12,6 @@ import torch
 
 from rl_train.evaluation.bootstrap import paired_difference, rows_of, statistic
 from rl_train.rewards.thinking import thinking_rewards
-from tools.demo.mistakes import MISTAKES, VALUE
 from tools.experiments.tasks.arms import Comparison
 
 if TYPE_CHECKING:
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
 FIRST, SECOND = slice(0, None, 2), slice(1, None, 2)  # halves of the held-out samples
 ALL = slice(None)
-LIKELY_MISTAKE = 0.5  # a value that the base says for its partner more often than not
 
 
 def rows(file: Path, metric: str) -> torch.Tensor:
@@ -77,8 +75,6 @@ def of_comparison(
         if comparison.eval_steps:
             outputs = [folders[seed][rate] for seed in done]
             figures[arm] |= signal(outputs, comparison, steps)
-        if name == "captioning":
-            figures["words swapped"] = dict(rate="") | swapped(base)
     if comparison.own not in figures:
         return figures
     for arm, of_arm in figures.items():
@@ -165,27 +161,6 @@ def signal(outputs: list[Path], comparison: Comparison, steps: int) -> dict[str,
         files = [output / "evaluation" / f"step_{step}.json" for output in outputs]
         curve[step] = float(statistic(mean_rows(files, comparison.metrics[0])))
     return dict(useful=useful / len(outputs), rollouts=rolled_out / len(outputs), curve=curve)
-
-
-def swapped(base: Path) -> dict[str, Any]:
-    """Return the change of caption_meteor if words of the base's captions are swapped.
-
-    Those that it says wrongly more often than not: no training, and no look at an image.
-    """
-    from rl_train.rewards.meteor import meteor
-
-    partner = {}
-    for (one, *others), probability in MISTAKES.items():
-        if probability > LIKELY_MISTAKE and len(others) == 1:
-            partner |= {one: others[0], others[0]: one}
-    evaluation = json.loads(base.read_text())
-    texts = [
-        VALUE.sub(lambda value: partner.get(value[0], value[0]), text)
-        for text in evaluation["captions"]
-    ]
-    after = meteor(evaluation["references"], texts).double()[SECOND]
-    before = rows(base, "caption_meteor")[SECOND]
-    return dict(caption_meteor=dict(zip(("mean", "low", "high"), paired_difference(before, after))))
 
 
 def markdown(figures: dict[str, dict]) -> str:
