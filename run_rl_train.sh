@@ -80,7 +80,7 @@ if [ "$WORD" = demo ]; then
         --attributes "$DEMO/attributes.json" --distractors \
         --dtype float32 --lora_r 16 --lora_alpha 32 --max_completion_length 24 --micro_batch_size 64 --batch_size 8 \
         --num_generations 8 --learning_rate 6e-4 --text_hidden_fcs_lr 1e-3 --kl_coef 0.06 --mask_loss_coef 0 \
-        --no-gradient_checkpointing --num_workers 1 --max_steps 120 --eval_samples 128 --eval_steps 60 --save_steps 30 --resume auto "$@"
+        --no-gradient_checkpointing --num_workers 1 --max_steps 240 --eval_samples 128 --eval_steps 120 --save_steps 60 --resume auto "$@"
 elif [ "$WORD" = points ]; then
     DEMO=outputs/points_demo
     "$PYTHON" -m tools.demo.make_points_demo --output_dir "$DEMO"

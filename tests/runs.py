@@ -21,7 +21,7 @@ from tools.demo.make_demo import HELDOUT, TRAIN, write_split
 
 ROOT = Path(__file__).parents[1]
 CHECKPOINT = ROOT / "tools" / "demo" / "checkpoint"
-REGIONS = 117  # training regions of `draw_data`
+REGIONS = 84  # training regions of `draw_data`
 # Beginnings of a help text that is no whole phrase: "of everything", "whose weights".
 FRAGMENT = r"(of|its|whose|which|where|as|with|one) "
 # Held-out metrics that are measured only where a flag asks for them: --distractors, --best_of.
@@ -37,7 +37,7 @@ ENVIRONMENT = {
 
 
 def draw_data(folder: Path) -> Path:
-    """`folder` with 20 training scenes (four to six regions each) and 4 held-out ones."""
+    """`folder` with 20 training scenes (four or five regions each) and 4 held-out ones."""
     write_split(folder / "train", seed=0, split=TRAIN, num_scenes=20)
     write_split(folder / "heldout", seed=0, split=HELDOUT, num_scenes=4)
     return folder
@@ -102,7 +102,7 @@ def flags(data: Path, output: Path, **changes) -> list[str]:
             merge_at_end="none",
         )
         | (
-            dict(latent_std=4)
+            dict(latent_std=1)
             if "caption_mask_caption" in (changes.get("tasks") or DEFAULT_TASKS)
             else {}
         )

@@ -71,23 +71,23 @@ def test_the_wrong_family(said):
 
 def test_some_captions_are_blank(said, data, tmp_path):
     sentence = said(data_dir=with_blank_captions(data, tmp_path / "some", 5))
-    assert "5 of 117 regions" in sentence and "--max_bad_fraction" in sentence
+    assert "5 of 84 regions" in sentence and "--max_bad_fraction" in sentence
     assert (
         "blank caption: 5 (Fine-Grained-Dataset-Part1/data-00000-of-00001.arrow row 0" in sentence
     )
 
 
 def test_all_captions_are_blank(said, data, tmp_path):
-    folder = with_blank_captions(data, tmp_path / "all", 117)
+    folder = with_blank_captions(data, tmp_path / "all", 84)
     sentence = said(data_dir=folder)
-    assert f"--data_dir {folder} holds no usable region: blank caption: 117 (" in sentence
+    assert f"--data_dir {folder} holds no usable region: blank caption: 84 (" in sentence
     assert "data-00000-of-00001.arrow row 2, ..)" in sentence
     assert "every region needs an image, a mask that is not empty and a caption" in sentence
 
 
 def test_too_few_samples(said):
-    sentence = said(batch_size=118)
-    assert "--data_dir" in sentence and "--batch_size 118" in sentence
+    sentence = said(batch_size=85)
+    assert "--data_dir" in sentence and "--batch_size 85" in sentence
 
 
 def test_an_existing_folder(said, data, tmp_path, monkeypatch):

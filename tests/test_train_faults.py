@@ -9,7 +9,7 @@ from rl_train import train
 from rl_train.data import DamagedSample, GraspAnyRegionDataset
 from rl_train.loggers.metrics import StepMetrics
 from rl_train.loss import MicroBatchLoss
-from tests.runs import curve, parts_of, rollouts, run, unmeasured
+from tests.runs import REGIONS, curve, parts_of, rollouts, run, unmeasured
 
 one_core = pytest.fixture(autouse=True)(unmeasured)
 
@@ -134,7 +134,7 @@ def test_damaged_samples_are_replaced_counted_and_stop_the_run(data, tmp_path, m
     Above --max_bad_fraction the run ends with one sentence.
     """
     read = GraspAnyRegionDataset.__getitem__
-    bad = set(range(1, 117, 6))
+    bad = set(range(1, REGIONS, 6))
 
     def damaged(dataset, i):
         if i in bad and len(dataset) > 30:

@@ -19,7 +19,7 @@ def test_a_run_that_mixes_four_tasks_is_resumed_to_the_same_bits(data, tmp_path)
         tasks=TASKS,
         data_mixture=f"tests.data.test_questions:Questions:{own}",
         reward_weights=WEIGHTS,
-        latent_std=4,
+        latent_std=1,
         max_completion_length=8,
         referring_weight=0.5,
         captioning_weight=2,

@@ -13,7 +13,6 @@ from rl_train.utils.io import read_json
 from tests.ranks import forked
 from tests.runs import curve, distance, on_one_core, weights
 from tests.supervised import ALL, TakesNothing, built, run
-from tools.demo.unsettle import Decided
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
 
@@ -30,14 +29,12 @@ def test_a_copy_is_kept_for_whom_asks_it(data, tmp_path):
         for asks, samples, kind in (
             ("reinforcement", True, RegionCaptions),
             ("a user's", False, TakesNothing),
-            ("the demo's", False, Decided),
             ("a teacher's", False, SimpleNamespace(asks_teacher=True)),
         )
     }
     assert copies == {
         "reinforcement": ("reference",),
         "a user's": ("reference",),
-        "the demo's": ("reference",),
         "a teacher's": ("teacher", "reference"),
     }
 

@@ -73,7 +73,7 @@ def test_a_small_set_of_a_mix_that_is_bad_is_named(complaint, data, monkeypatch)
         return dict(kept=kept, rows=kept, skipped=skipped, resized_masks=0)
 
     said = complaint(data_mixture=spec, eval_data_dir=None)
-    assert "gar.2: 3 of 27 regions (11.1%) are bad, more than --max_bad_fraction 0.01" in said
+    assert "gar.2: 3 of 19 regions (15.8%) are bad, more than --max_bad_fraction 0.01" in said
 
 
 def test_one_data_set_is_opened_as_ever(data, tmp_path):

@@ -17,7 +17,7 @@ from rl_train.data.images import map_file
 from rl_train.data.loader import eval_loader
 from rl_train.data.mixture import MixtureDataset
 from tests.data.gar_rows import read, row, turns
-from tests.runs import complaint_of, flags
+from tests.runs import REGIONS, complaint_of, flags
 
 ROWS = [dict(question="How <image>many\ncups?", answer="two [SEG] cups", level=n) for n in (3, 4)]
 
@@ -108,7 +108,7 @@ def test_a_reader_is_named_by_its_module(data, tmp_path):
     folder, name = write_questions(tmp_path / "own", ROWS), f"{__name__}:Questions"
     mixed = flags(data, tmp_path / "run", data_mixture=f"{name}:{folder}=2")
     opened, _ = dataset_openers(cli.parse(mixed).data)
-    assert opened(data / "train").image_id(117) == f"{name}:questions/0"
+    assert opened(data / "train").image_id(REGIONS) == f"{name}:questions/0"
     changes = dict(dataset=name, data_dir=folder, eval_data_dir=f"{name}:{folder}")
     opened, heldout = dataset_openers(cli.parse(flags(data, tmp_path / "run", **changes)).data)
     for found in (opened(folder), heldout(f"{name}:{folder}")):

@@ -22,7 +22,7 @@ one_core = pytest.fixture(autouse=True)(on_one_core)
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     folder = tmp_path_factory.mktemp("drawn") / "new"
-    argv = f"--output_dir {folder} --name refcocog --num_train 2 --num_heldout 1"
+    argv = f"--output_dir {folder} --name refcocog --num_train 2 --num_heldout 2"
     refcoco_writer.main(argv.split())
     return folder
 

@@ -110,14 +110,14 @@ def of_referring(data, folder):
     places = dict.fromkeys(("data_dir", "eval_data_dir"), folder / "data")
     flags = places | dict(dataset="grefcoco", train_eval_overlap="keep", max_bad_fraction=1)
     flags |= dict(tasks="referring", think="", reward_weights=weights, eval_samples=16)
-    return run(data, folder / "run", max_steps=1, latent_std=4, **flags)
+    return run(data, folder / "run", max_steps=1, latent_std=1, **flags)
 
 
 def of_grounded_captions(data, folder):
     write_gcg(folder / "data")
     flags = dict(dataset="gcg", data_dir=folder / "data", eval_data_dir=folder / "data")
     flags |= dict(tasks="grounded_captioning", train_eval_overlap="keep", max_bad_fraction=1)
-    return run(data, folder / "run", max_steps=1, latent_std=4, eval_samples=2, **flags)
+    return run(data, folder / "run", max_steps=1, latent_std=1, eval_samples=2, **flags)
 
 
 def of_an_ablation(data, folder):

@@ -83,7 +83,7 @@ def test_a_judge_that_comes_and_goes(data, messy, tmp_path, dataset):
             max_bad_fraction=0.5,
             max_steps=500,
             num_generations=4,
-            seed=3,
+            seed=4,
             **JUDGE,
             llm_judge_base_url=f"http://127.0.0.1:{port}/v1",
         )

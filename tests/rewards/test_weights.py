@@ -43,7 +43,7 @@ def test_the_tasks_share_the_flags_of_sampled_masks(data, tmp_path):
         (
             "loop1.likelihood=1",
             "--reward_weights loop1.likelihood=1: the components of loop1 are loop1.iou, "
-            "loop1.meteor, loop1.cider, loop1.judge",
+            "loop1.on_target, loop1.meteor, loop1.cider, loop1.judge",
         ),
         (
             "captioning.iou=1",
@@ -74,6 +74,16 @@ def test_what_leaves_no_reward_is_refused(data, tmp_path):
     argv = flags(data, tmp_path / "run", reward_weights="loop1.iou=1", reward="json:dumps")
     sentence = complaint_of([*argv, "--reward_only"])
     assert "--reward_weights: not with --reward_only" in sentence
+
+
+def test_the_object_found_needs_the_other_regions(data, tmp_path):
+    """One sentence names both flags; a weight of 0 needs nothing."""
+    of = lambda weight: dict(reward_weights=["loop1.iou=1", f"loop1.on_target={weight}"])  # noqa: E731
+    sentence = complaint_of(flags(data, tmp_path / "run", **of(0.5)))
+    assert "--reward_weights loop1.on_target: needs --distractors" in sentence
+    for words in (of(0.5) | dict(distractors=""), of(0)):
+        config = cli.parse(flags(data, tmp_path / "run", **words))
+        assert config.reward.gives_weight("on_target") == ("distractors" in words)
 
 
 def test_a_resume_with_other_weights_is_refused(data, tmp_path):

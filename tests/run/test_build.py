@@ -17,7 +17,7 @@ ALONE = RankInfo(0, 1, torch.device("cpu"))
 
 def test_length_from_epochs(data, tmp_path):
     config = cli.parse(flags(data, tmp_path, max_steps=0, num_train_epochs=0.7, batch_size=4))
-    assert start_run(config, ALONE).max_steps == 21  # ceil(0.7 * 29 whole steps of 117 regions)
+    assert start_run(config, ALONE).max_steps == 15  # ceil(0.7 * 21 whole steps of 84 regions)
 
 
 def test_learning_rate_schedule():

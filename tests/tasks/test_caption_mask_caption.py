@@ -60,7 +60,7 @@ def test_it_asks_the_teacher(policy, batch):
 
 
 def test_what_is_judged_are_the_sampled_masks(model, batch):
-    task = task_of(model, 2, Roles(model.trainable), latent_std=4.0)
+    task = task_of(model, 2, Roles(model.trainable), latent_std=1.0)
     rollout = roll(model, task, batch)
     outcome = task.rewards(rollout)
     assert equal(outcome.masks, rollout.latents.masks)
@@ -80,7 +80,7 @@ def test_what_is_judged_are_the_sampled_masks(model, batch):
 
 def test_regions_of_the_drawn_masks_are_found_once(model, batch, monkeypatch):
     """They serve the captions and the likelihoods."""
-    task = task_of(model, 2, Roles(model.trainable), latent_std=4.0)
+    task = task_of(model, 2, Roles(model.trainable), latent_std=1.0)
     rollout = roll(model, task, batch)
     region_grid, masks = model.processor.region_grid, []
     monkeypatch.setattr(
@@ -92,7 +92,7 @@ def test_regions_of_the_drawn_masks_are_found_once(model, batch, monkeypatch):
 
 def test_against_another_sample_s_target(model, batch):
     """--ablation_reward other, fixed: the same masks and replies are judged by other captions."""
-    task = task_of(model, 2, Roles(model.trainable), max_new_tokens=64, latent_std=4.0)
+    task = task_of(model, 2, Roles(model.trainable), max_new_tokens=64, latent_std=1.0)
     rollout = roll(model, task, batch)
     outcome = task.rewards(rollout)
     captions = [*batch.captions[1:], batch.captions[0]]
@@ -127,7 +127,7 @@ def test_with_a_judge_and_a_reward_of_the_users_own(model, batch, tmp_path, monk
     monkeypatch.syspath_prepend(tmp_path)
     judge, reward = Judge(), UserReward("of_loop_2:ones", 2.0)
     context = TaskContext(model, Roles(model.trainable), STEPS, judge, (reward,))
-    task = CaptionMaskCaption(Options(latent_std=4.0), context)
+    task = CaptionMaskCaption(Options(latent_std=1.0), context)
     task.weigh({"meteor": 0.25, "judge": 0.75})
     assert task.reward_weights == {"meteor": 0.25, "judge": 0.75, "ones": 2.0}
     rollout = roll(model, task, batch)

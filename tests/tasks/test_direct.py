@@ -36,7 +36,7 @@ def build(model, name, *weights, judge=None, use_llm_judge=False, options=None, 
     return task
 
 
-SPREAD = dict(latent_std=4.0)  # masks that differ
+SPREAD = dict(latent_std=1.0)  # masks that differ
 
 
 def test_referring_rewards_the_true_mask(model, batch):

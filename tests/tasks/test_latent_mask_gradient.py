@@ -13,11 +13,11 @@ from rl_train.rewards import mask_iou
 from rl_train.tasks.latent_mask import latent_loss
 from rl_train.utils.rng import RowRNG
 
-SIGMA, SAMPLES, DIRECTIONS, DIFFERENCE_SAMPLES, CHUNK = 2.0, 2048, 12, 512, 64
+SIGMA, SAMPLES, DIRECTIONS, DIFFERENCE_SAMPLES, CHUNK = 1.0, 2048, 12, 512, 64
 # Of the central differences: for a reward like a soft step 4 % below the derivative.
 STEP = 0.5 * SIGMA
 SCENE = 2  # of the batch, where the demo model finds both the region and the other object
-OTHER = "A plain purple circle in the top right."
+OTHER = "A striped yellow circle."
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import torch
 
 from rl_train.policies.sa2va_queries import segment, segment_generated
 from rl_train.rewards import UserReward, meteor
+from rl_train.rewards.combine import combine
 from rl_train.roles import Roles
 from rl_train.tasks import MaskCaptionMask
 from rl_train.tasks.base import TaskContext
@@ -77,6 +78,32 @@ def test_the_reward_is_the_iou_with_the_region_by_hand(model, batch):
         region = batch.masks[row // 2]
         inter, union = (mask & region).sum(), (mask | region).sum()
         assert outcome.rewards["iou"][row].item() == pytest.approx((inter / union).item())
+
+
+def test_a_reward_of_the_object_found_alone(model, batch):
+    """It asks the teacher; 1 where its mask lies on the region, 0 on another object or on none."""
+    roles = Roles(model.trainable)
+    task = task_of(model, 1, roles)
+    task.weigh({"on_target": 1.0})
+    rollout = roll(model, task, batch)
+    # The other object of each image is all that is not its region.
+    rollout.batch = replace(batch, distractors=[~mask[None] for mask in batch.masks])
+    rollout.texts[::2] = batch.captions
+    for tensor in roles.copies["teacher"].values():
+        tensor.mul_(1.2)
+    outcome = task.rewards(rollout)
+    asked = rollout.features, [row // 2 for row in range(8)], rollout.texts
+    with roles.use("teacher"):
+        masks = segment(model, *asked).masks
+    assert equal(outcome.masks, masks) and not equal(masks, segment(model, *asked).masks)
+    by_hand = []
+    for row, mask in enumerate(masks):
+        region = batch.masks[row // 2]
+        inside, outside = ((mask & one).sum() / (mask | one).sum() for one in (region, ~region))
+        by_hand.append(float(inside > outside))
+    assert set(by_hand) == {0, 1}
+    assert task.reward_weights == {"on_target": 1.0}
+    assert combine(outcome.rewards, task.reward_weights).tolist() == by_hand
 
 
 class Judge:

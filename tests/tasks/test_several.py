@@ -51,22 +51,28 @@ def halves(batch):
 
 
 def said(model, images, batch, words):
-    """A rollout of one answer a sample, of given tokens."""
+    """A rollout of one answer a sample, of given tokens.
+
+    Its hidden states are near those at which the region of the sample is found.
+    """
     ids = torch.tensor(words)
     every = torch.ones(ids.shape, dtype=torch.bool)
     generator = torch.Generator().manual_seed(0)
-    width = model.model.config.llm.hidden_size
+    prompts = model.segment_prompts(images, list(range(len(words))), batch.captions)
+    forced = prompts.followed_by([model.prompts.forced_answer] * len(words))
+    found = model.read(images, forced)  # (B, 1, C)
+    noise = torch.randn(*ids.shape, found.shape[-1], generator=generator)
     return Rollout(
         batch,
         images,
-        model.segment_prompts(images, list(range(len(words))), batch.captions),
+        prompts,
         texts=["said"] * len(words),
         num_generations=1,
         ids=ids,
         logp=torch.zeros(ids.shape),
         valid=every,
         stopped=every[:, 0],
-        hidden=torch.randn(*ids.shape, width, generator=generator),
+        hidden=found + 0.3 * noise,
     )
 
 
@@ -119,7 +125,7 @@ def test_a_seg_learns_its_own_region_and_a_surplus_one_nothing(model, halves):
 
 @pytest.mark.parametrize("name", ["referring", "caption_mask_caption"])
 def test_answers_that_think_first_are_asked_for_and_rewarded(model, batch, images, name):
-    task = build(model, name, think=True, latent_std=4.0)
+    task = build(model, name, think=True, latent_std=1.0)
     asked = model.tokenizer.decode(task.prompts(batch, images).ids[0])
     assert THINK_FIRST.partition("{x}")[2] in asked
     assert task.reward_weights["format"] == 0.1 and task.measure is not None
@@ -157,7 +163,7 @@ def test_cheap_rewards_of_grounded_captions(model, images, halves):
     seg, word = model.model.seg_id, 5
     words = [[seg, word, seg], [word, word, word], [seg, seg, word], [seg, word, word]]
     rollout = said(model, images, halves, words)
-    task = build(model, "grounded_captioning", latent_std=4.0)
+    task = build(model, "grounded_captioning", latent_std=1.0)
     rollout.latents = task.action.draw(rollout, RowRNG(0, 0, 1, [0, 1, 2, 3], 1))
     outcome = task.rewards(rollout)
 
@@ -199,7 +205,7 @@ def test_grounded_captions_are_trained_and_measured(tmp_path, one_core):
     write_gcg(tmp_path / "data")
     how = dict(dataset="gcg", data_dir=tmp_path / "data", eval_data_dir=tmp_path / "data")
     how |= dict(
-        tasks="grounded_captioning", latent_std=4, train_eval_overlap="keep", max_bad_fraction=1
+        tasks="grounded_captioning", latent_std=1, train_eval_overlap="keep", max_bad_fraction=1
     )
     output = run(tmp_path, tmp_path / "run", **how, max_steps=1, eval_samples=2)
     lines = rollouts(output)

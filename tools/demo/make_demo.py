@@ -7,8 +7,8 @@
 Everything is drawn by code from --seed, which also begins the checkpoint. The checkpoint, in the
 original layout, is trained from random weights as the lab's bases are (`tools.demo.warm_start`):
 masks of all regions, captions of one in a hundred, then it is stopped. Nothing is put in: its
-mistakes are those of too little data. It answers with one wording of Sa2VA's five, so that in loop 2 only
-the sampled mask can differ.
+mistakes are those of too little data. It answers with one wording of Sa2VA's five, so that in loop
+2 only the sampled mask can differ.
 """
 
 import argparse
@@ -18,10 +18,12 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from rl_train.utils.command_line import FlagParser, run_program
+from rl_train.utils.io import read_json, write_json
 from sa2va_hf.tokenizer import load_tokenizer
 from tools.demo.model import CONFIG
 from tools.demo.new_folder import complete_or_absent
@@ -35,6 +37,7 @@ SHIPPED_CHECKPOINT = Path(__file__).parent / "checkpoint"
 SCHEDULE = Schedule((1200, 150, 150), (64, 64, 16), (1.5e-3, 4e-4, 6e-4))
 TRAIN_SCENES, HELDOUT_SCENES, WARM_START_SCENES = 800, 100, 3000
 CAPTIONED_ONE_IN = 100  # regions of the warm start
+FLAGS_FILE = "flags.json"  # in warm_start/
 VOCAB_SIZE = 640  # of the tokenizer at most, without special tokens
 
 
@@ -71,6 +74,24 @@ def write_warm_start(folder: Path, seed: int, num_scenes: int, workers: int = 0)
     (folder / TRUTH).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
+def warm_start_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the flags that a checkpoint follows from."""
+    names = ("seed", "warm_start_scenes", "warm_start_steps", "dtype")
+    return {name: getattr(args, name) for name in names}
+
+
+def fault_of(args: argparse.Namespace) -> str | None:
+    """Return why --train_checkpoint cannot write to --output_dir, or None."""
+    checkpoint, warm_start = (args.output_dir / name for name in ("checkpoint", "warm_start"))
+    if checkpoint.exists():
+        return f"{checkpoint} is there already, name another --output_dir"
+    if warm_start.exists():
+        record = warm_start / FLAGS_FILE
+        if not record.exists() or read_json(record) != warm_start_flags(args):
+            return f"{warm_start} was begun with other flags, name another --output_dir"
+    return None
+
+
 def train_checkpoint(output_dir: Path, args: argparse.Namespace):
     """Train a Sa2VA from random weights into output_dir/checkpoint (bf16 numbers, tokenizer).
 
@@ -78,6 +99,8 @@ def train_checkpoint(output_dir: Path, args: argparse.Namespace):
     """
     warm_start = output_dir / "warm_start"
     data = warm_start / "data"
+    warm_start.mkdir(exist_ok=True)
+    write_json(warm_start / FLAGS_FILE, warm_start_flags(args))
     if not data.exists():
         with complete_or_absent(data) as unfinished:
             write_warm_start(unfinished, args.seed, args.warm_start_scenes, args.workers)
@@ -86,7 +109,8 @@ def train_checkpoint(output_dir: Path, args: argparse.Namespace):
     train_base(
         CONFIG, VOCAB_SIZE, schedule, data, heldout, warm_start, args.seed, args.dtype, args.workers
     )
-    shutil.copytree(warm_start / "base", output_dir / "checkpoint")
+    with complete_or_absent(output_dir / "checkpoint") as unfinished:
+        shutil.copytree(warm_start / "base", unfinished, dirs_exist_ok=True)
 
 
 def build_parser() -> FlagParser:
@@ -124,6 +148,8 @@ def build_parser() -> FlagParser:
 def main(argv: list[str] | None = None):
     parser = build_parser()
     args = parser.parse_args(argv)
+    if args.train_checkpoint and (fault := fault_of(args)):
+        parser.error(f"--train_checkpoint: {fault}")
     args.output_dir.mkdir(parents=True, exist_ok=True)
     attribute_phrases = {name: {value: [value] for value in vs} for name, vs in ATTRIBUTES.items()}
     (args.output_dir / "attributes.json").write_text(json.dumps(attribute_phrases, indent=1) + "\n")

@@ -19,6 +19,9 @@ QWEN2_PATTERN = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+# Fields of tokenizer_config.json that say how a tokenizer was read, not what it is
+OF_LOADING = ("fix_mistral_regex", "is_local", "local_files_only")
+
 
 @contextlib.contextmanager
 def complete_or_absent(folder: Path) -> Iterator[Path]:
@@ -121,4 +124,6 @@ def save(model: Sa2VAModel, tokenizer: PreTrainedTokenizerFast, folder: Path):
     # transformers 5 writes a name of its own for the class, which transformers 4 does not know.
     file = folder / "tokenizer_config.json"
     fields = json.loads(file.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for name in OF_LOADING:
+        fields.pop(name, None)
     file.write_text(json.dumps(fields, indent=2) + "\n")

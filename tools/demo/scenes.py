@@ -3,8 +3,8 @@
 Everything follows from a seed: scene i of split s is `make_scene(seed, s, i)`, whatever was drawn
 before it. No attribute alone tells an object from the others of its scene: its pattern, its colour
 and its shape are each shared by another object. All together tell it from all others. Captions are
-of the same words but for these. Objects are apart and of sizes 1 to 4. One in four combinations of
-values is kept for held-out scenes, where half of the objects or more are of these.
+of the same words but for these. Objects are apart and of sizes 1 to 4. 38 of the 128 combinations
+of values are kept for held-out scenes, where half of the objects or more are of these.
 
 H, W = image height and width in pixels; positions are (x, y) in pixels, x to the right.
 """
@@ -109,7 +109,7 @@ def caption(*values: str) -> str:
 
 
 def is_heldout(values: tuple[str, ...]) -> bool:
-    """Return whether a combination of values is kept for held-out scenes: one in four."""
+    """Return whether a combination of values is kept for held-out scenes, as 38 of 128 are."""
     digest = blake2b(" ".join(values).encode(), digest_size=2).digest()
     return int.from_bytes(digest, "big") % 4 == 0
 

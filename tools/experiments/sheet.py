@@ -1,7 +1,7 @@
 """Write a sheet of fixed held-out samples before and after, to be looked at.
 
     python -m tools.experiments.sheet --before outputs/demo/checkpoint \
-        --after outputs/demo_run/checkpoint_step_120 --data_dir outputs/demo/heldout \
+        --after outputs/demo_run/checkpoint_step_240 --data_dir outputs/demo/heldout \
         --output outputs/sheet.html --dtype float32 --max_completion_length 24
 
 Each sample shows the image with its region (yellow), the captions of both models with the masks

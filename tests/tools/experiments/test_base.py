@@ -8,8 +8,6 @@ import torch
 from rl_train.export.load_policy import open_policy
 from tests.runs import on_one_core
 from tests.tools.experiments.test_pictures import argv_of, source  # noqa: F401
-from tools.experiments.base import __main__ as base
-from tools.experiments.base.measure import by_group, confusions, probe
 from tools.demo.seen_masks import (
     ImageRegions,
     WordCodes,
@@ -18,6 +16,8 @@ from tools.demo.seen_masks import (
     label_in,
     region_means,
 )
+from tools.experiments.base import __main__ as base
+from tools.experiments.base.measure import by_group, confusions, probe
 from tools.experiments.pictures import __main__ as pictures
 
 one_core = pytest.fixture(autouse=True)(on_one_core)

@@ -60,6 +60,20 @@ def test_as_a_user_runs_it(data, tmp_path, capsys, monkeypatch):
         gauntlet.main(shared)
 
 
+def test_loop_1_is_measured_by_the_object_found_where_that_is_its_reward(data, tmp_path):
+    """The rows' first measure is the one that fractions and the best of G are by."""
+    asked = "--loops 1 --loop1_reward found --eval_samples 12 --num_generations 4"
+    gauntlet.main(argv(data, tmp_path / "out", *asked.split()))
+    found = json.loads((tmp_path / "out" / "table.json").read_text())["loop1"]
+    assert all(list(row["measures"]) == ["found", "iou"] for row in found["rows"])
+    text = (tmp_path / "out" / "table.md").read_text()
+    assert 0 < text.index("object found") < text.index("cycle IoU")
+    (values,) = found["values"]
+    picks = [of["found"] for name, of in values.items() if name.startswith("best of G by ")]
+    assert len(picks) > 4 and set(values["best"]["found"]) == {0, 1}
+    assert all(max(of) <= best for best, *of in zip(values["best"]["found"], *picks))
+
+
 def test_held_out_regions_are_read_when_all_is_chosen(monkeypatch):
     """Choosing is given training regions alone; at that time nobody has opened the others."""
     order = []
@@ -70,20 +84,24 @@ def test_held_out_regions_are_read_when_all_is_chosen(monkeypatch):
 
     def loop(name):
         return SimpleNamespace(
-            choose=lambda regions, *_: order.append(f"{name} chooses on {regions}") or name,
+            choose=lambda regions, _, how: (
+                order.append(f"{name} chooses on {regions} by {how}") or name
+            ),
             measure=lambda regions, chosen, _: order.append(f"{chosen} measured on {regions}"),
         )
 
     monkeypatch.setattr(gauntlet, "Regions", opened)
-    monkeypatch.setattr(gauntlet, "LOOPS", {1: ("", loop("1")), 2: ("", loop("2"))})
-    names = "max_prompt_length batch_size num_workers num_generations latent_std"
-    flags = dict.fromkeys(names.split())
-    args = Namespace(loops=[1, 2], max_completion_length=8, **flags)
+    for number in (1, 2):
+        monkeypatch.setattr(gauntlet, f"loop{number}", loop(str(number)))
+        monkeypatch.setitem(gauntlet.LOOPS, number, ("", loop(str(number))))
+    flags = dict.fromkeys("max_prompt_length batch_size num_workers num_generations".split())
+    flags |= dict(max_completion_length=8, loop1_reward="found", latent_std=0.5)
+    args = Namespace(loops=[1, 2], **flags)
     gauntlet.results_of(None, "training", "heldout", args)
     assert order == [
         "open training",
-        "1 chooses on training",
-        "2 chooses on training",
+        "1 chooses on training by found",
+        "2 chooses on training by 0.5",
         "open heldout",
         "1 measured on heldout",
         "2 measured on heldout",
@@ -97,12 +115,12 @@ def regions(model, scenes) -> Regions:
 
 def test_the_listener_is_the_evaluation_s(regions, model, batch, images):
     """Each pair is asked once; an empty caption finds nothing."""
-    captions = regions.greedy_captions()
-    heard = regions.listen(list(enumerate(captions)))
-    with torch.no_grad():
-        expected = measure_captions(model, batch, images, captions, 16)["cycle_iou"]
-    assert [each.iou for each in heard] == pytest.approx(expected, abs=1e-5)
-    assert max(expected) > 0 and all(each.confidence > 0.5 for each in heard if each.area)
+    for captions in (regions.greedy_captions(), regions.references):
+        heard = regions.listen(list(enumerate(captions)))
+        with torch.no_grad():
+            expected = measure_captions(model, batch, images, captions, 16)["cycle_iou"]
+        assert [each.iou for each in heard] == pytest.approx(expected, abs=1e-5)
+    assert min(expected) > 0.5 and all(each.confidence > 0.5 for each in heard)
     asked = []
     regions._ask, ask = lambda part, pairs: asked.extend(pairs), regions._ask
     assert regions.listen([(0, captions[0])]) == heard[:1] and not asked
