@@ -105,6 +105,11 @@ def confidence(rows: AblatedRows) -> torch.Tensor:
     return torch.tensor(rows.outcome.mask_confidence)
 
 
+def area(rows: AblatedRows) -> torch.Tensor:
+    """Return the fraction of the image that each row's mask covers."""
+    return torch.tensor([mask.float().mean().item() for mask in rows.outcome.masks])
+
+
 def majority(rows: AblatedRows) -> torch.Tensor:
     """Return the agreement with the other answers of the group: words of loop 1, else masks."""
     num_generations = rows.rollout.num_generations
@@ -253,6 +258,7 @@ ABLATIONS = {
     ),
     "other": Ablation(other, "region and caption of another sample of the batch are the target"),
     "confidence": Ablation(confidence, "SAM2's confidence in the mask", (*MASKS, GROUNDED)),
+    "area": Ablation(area, "area of the mask", (*MASKS, GROUNDED)),
     "majority": Ablation(
         majority,
         "agreement with the other answers of the group",

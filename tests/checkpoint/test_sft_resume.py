@@ -41,7 +41,7 @@ def test_a_copy_is_kept_for_whom_asks_it(data, tmp_path):
 
 def test_a_resumed_run_is_the_one_that_did_not_stop(data, tmp_path, monkeypatch):
     """Bit for bit, with its curves; the merged model says what the checkpoint says."""
-    same = dict(max_steps=4, save_steps=2, batch_size=4, trainable_modules=ALL)
+    same = dict(max_steps=4, save_steps=2, batch_size=4, eval_samples=8, trainable_modules=ALL)
     whole = run(data, tmp_path / "whole", **same)
     asked = []
     monkeypatch.setattr(Engine, "free_cache", lambda engine: asked.append("evaluation"))

@@ -51,7 +51,7 @@ def test_two_processes_train_as_one(data, tmp_path, loop1, loop2):
         learning_rate=1e-5,
         eval_samples=2,
         seed=1,
-        temperature=1.5,  # at 1 the demo's captions are nearly all of eight words
+        temperature=1.5,  # at 1 the demo's captions are nearly all of four words
         loop1_weight=loop1,
         loop2_weight=loop2,
     )

@@ -10,7 +10,7 @@ from tests.runs import ROOT, complaint_of, flags, rollouts, run, unmeasured, wei
 from tools.demo.make_demo import HELDOUT, TRAIN, write_split
 
 one_core = pytest.fixture(autouse=True)(unmeasured)
-# The demo's captions are all of eight words and end alike; sampled this hot they differ in both.
+# The demo's captions are all of four words and end alike; sampled this hot they differ in both.
 VARIED = dict(temperature=2.0, num_generations=4)
 
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
@@ -55,7 +55,7 @@ def few_scenes(tmp_path_factory):
 def test_the_page_trains_by_its_own_flags(few_scenes, tmp_path):
     """Ten steps on few regions: the reward rises as no update in a wrong direction makes it.
 
-    Without an update (a learning rate of 1e-9) the mean of a step stays between .11 and .16.
+    Without an update (a learning rate of 1e-9) the mean of a step stays between .18 and .28.
     """
     run(few_scenes, tmp_path / "run", **command(), save_steps=5, max_steps=10, latent_std=None)
     lines = rollouts(tmp_path / "run")
@@ -67,7 +67,7 @@ def test_the_page_trains_by_its_own_flags(few_scenes, tmp_path):
         assert line["f1"] == line["reward"] == pytest.approx(f1, abs=1e-6)
     rewards = {step: [line["f1"] for line in lines if line["step"] == step] for step in range(10)}
     first, last = (mean([*rewards[a], *rewards[b]]) for a, b in ((0, 1), (8, 9)))
-    assert first < 0.15 and last > 0.19
+    assert first < 0.25 and last > 0.3
     before, after = (weights(tmp_path / "run", step) for step in (5, 10))
     assert {name.split(".")[0] for name in after} == {"language_model", "mlp1"}
     assert any((before[name] != after[name]).any() for name in after)

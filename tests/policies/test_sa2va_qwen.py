@@ -256,7 +256,7 @@ def test_flags_of_internvl(tmp_path):
 # Runs
 
 LOOPS = dict(
-    num_generations=3, batch_size=2, max_completion_length=12, micro_batch_size=8, latent_std=4
+    num_generations=3, batch_size=2, max_completion_length=12, micro_batch_size=8, latent_std=1
 )
 
 

@@ -79,11 +79,12 @@ def test_a_judge_that_comes_and_goes(data, messy, tmp_path, dataset):
             tmp_path,
             data_dir=messy / dataset,
             eval_data_dir=None,
+            eval_samples=4,  # beside a damaged one
             dataset=dataset,
             max_bad_fraction=0.5,
             max_steps=500,
             num_generations=4,
-            seed=4,
+            seed=3,
             **JUDGE,
             llm_judge_base_url=f"http://127.0.0.1:{port}/v1",
         )

@@ -10,7 +10,7 @@ import torch
 from rl_train.run import provenance
 from rl_train.run.provenance import git_state
 from rl_train.utils.io import read_json
-from tests.runs import complaint_of, flags, run, unmeasured
+from tests.runs import REGIONS, complaint_of, flags, run, unmeasured
 
 one_core = pytest.fixture(autouse=True)(unmeasured)
 
@@ -29,7 +29,7 @@ def test_each_start_is_an_entry(data, tmp_path, monkeypatch):
     assert first["machine"].startswith("device: CPU, 1 thread; 1 process; ")
     assert first["code"] == dict(commit="c", changed_files=["f"])
     assert first["command"].startswith(sys.executable)
-    assert first["data"]["training"]["rows"] > 100 and first["data"] == second["data"]
+    assert first["data"]["training"]["rows"] == REGIONS and first["data"] == second["data"]
     assert first["base"] == second["base"] and len(first["base"]) > 8
     # A file that the user has damaged is not written over.
     (output / "starts.json").write_text("{")

@@ -34,7 +34,7 @@ def test_the_scripts_line(folder, caplog):
         "from_pretrained ignores low_cpu_mem_usage, trust_remote_code, use_flash_attn"
     ]
     embedding = model.language_model.model.embed_tokens
-    assert model.get_input_embeddings() is embedding and embedding.num_embeddings == 481
+    assert model.get_input_embeddings() is embedding and embedding.num_embeddings == 471
 
 
 @pytest.mark.parametrize(

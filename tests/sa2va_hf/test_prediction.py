@@ -264,8 +264,9 @@ def test_bad_input(built, arguments, message):
 def test_video(built, scenes, force):
     """Prompted frames are what each is as an image; later ones are tracked, object by object."""
     frames = [scenes[i % 4]["image"].resize((300, 200)) for i in range(7)]
-    force("It is [SEG] and [SEG].<|end|>")
-    masks = predict(built, video=frames, text="<image>Go.")["prediction_masks"]
+    force("Sure, [SEG] and [SEG].<|end|>")
+    text = f"<image>Please segment {scenes[0]['caption']}"
+    masks = predict(built, video=frames, text=text)["prediction_masks"]
     assert [mask.shape for mask in masks] == [(7, 200, 300)] * 2 and masks[0].dtype == bool
     assert not np.array_equal(masks[0], masks[1])
 
