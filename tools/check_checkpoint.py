@@ -287,8 +287,8 @@ def write_drawn_data(folder: Path):
         image, circle, square = draw_scene(circle_x=100 + 12 * number)
         picture = Image.fromarray(image)
         rows += [
-            dict(image=picture, mask=circle, caption="A red circle.", category="circle"),
-            dict(image=picture, mask=square, caption="A blue square.", category="square"),
+            dict(image=picture, mask=circle, caption="A plain red circle.", category="circle"),
+            dict(image=picture, mask=square, caption="A plain blue square.", category="square"),
         ]
     write_gar(rows, folder)
 

@@ -255,8 +255,14 @@ def test_flags_of_internvl(tmp_path):
 
 # Runs
 
+# The demo's SAM2 finds nothing by most prompts of random weights; at this seed it does by some.
 LOOPS = dict(
-    num_generations=3, batch_size=2, max_completion_length=12, micro_batch_size=8, latent_std=1
+    num_generations=3,
+    batch_size=2,
+    max_completion_length=12,
+    micro_batch_size=8,
+    latent_std=1,
+    seed=2,
 )
 
 

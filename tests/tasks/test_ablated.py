@@ -39,7 +39,9 @@ def in_the_half_of_the_region(rollout):
     return dataclasses.replace(rollout, batch=batch, texts=texts)
 
 
-@pytest.mark.parametrize("name", ["confidence", "no_image", "majority", "salient", "position"])
+@pytest.mark.parametrize(
+    "name", ["confidence", "area", "no_image", "majority", "salient", "position"]
+)
 def test_it_differs_in_a_group_and_leaves_the_measures_as_they_are(
     rolled, batch, monkeypatch, name
 ):
@@ -65,7 +67,7 @@ def test_rows_that_were_not_scored_stay_so(rolled):
     for component in task.reward_weights:
         rewards[component][1] = torch.nan
     outcome = dataclasses.replace(own, rewards=rewards)
-    for name in ("confidence", "no_image", "majority", "salient", "position"):
+    for name in ("confidence", "area", "no_image", "majority", "salient", "position"):
         values = AblationReward(name)(task, rollout, outcome, (0, 0)).rewards["ablation_reward"]
         assert values.isnan().nonzero()[:, 0].tolist() == [1], name
 

@@ -21,9 +21,6 @@ from tools.record_original import decode_mask, encode_mask, file_digests, questi
 one_core = pytest.fixture(autouse=True)(on_one_core)
 TOKENS = 64  # longer than each of the demo's answers to the drawn pictures
 SHORT = ("--batch_size", "2", "--num_generations", "2", "--max_completion_length", "8")
-# The demo's base finds nothing by the drawn pictures' captions, which name no pattern: there is no
-# noise at which its masks agree by half.
-SHORT += ("--latent_std", "1")
 
 
 @pytest.fixture
