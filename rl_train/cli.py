@@ -19,7 +19,7 @@ from rl_train.distributed.process_group import (
     fail_together,
     only_local_rank0,
 )
-from rl_train.rewards.ablations import check_ablation
+from rl_train.rewards.ablations import ANY_OBJECT, check_ablation
 from rl_train.rewards.iou import ON_TARGET
 from rl_train.rewards.weights import check_weights
 from rl_train.tasks import DEFAULT_TASKS, TASKS, load_task
@@ -256,6 +256,10 @@ def check_flag_combinations(config: Config, chosen: dict[str, type]):
             f"--resample_equal_groups {config.rollout.resample_equal_groups}: not with "
             f"--ablation_reward {config.reward.ablation_reward}, which takes other samples of the "
             "batch, and a round may have one alone"
+        )
+    if config.reward.ablation_reward == ANY_OBJECT and not config.data.distractors:
+        raise ValueError(
+            f"--ablation_reward {ANY_OBJECT}: needs --distractors, which reads the other regions"
         )
     if config.reward.ablation_reward == "other" and config.rollout.batch_size < 2:
         raise ValueError(

@@ -30,6 +30,7 @@ COMPONENT = "ablation_reward"
 LOOP1, LOOP2, POINTS = "loop1", "loop2", "points"  # names of tasks
 REFERRING, CAPTIONING, GROUNDED = "referring", "captioning", "gcg"
 DESCRIBES = (LOOP1, CAPTIONING)  # tasks whose answer is a caption
+ANY_OBJECT = "any_object"  # the ablation that needs the other regions of the images
 SALIENT = "the most salient object"  # phrase that names nothing
 # Of the image's shorter side: distance of a negative point from the image's middle; its smallest
 # and largest distance from a positive point; its offset (x, y) from the first positive point.
@@ -108,6 +109,16 @@ def confidence(rows: AblatedRows) -> torch.Tensor:
 def area(rows: AblatedRows) -> torch.Tensor:
     """Return the fraction of the image that each row's mask covers."""
     return torch.tensor([mask.float().mean().item() for mask in rows.outcome.masks])
+
+
+def any_object(rows: AblatedRows) -> torch.Tensor:
+    """Return the IoU of each row's mask with the object of its image that it fits best."""
+    rollout, values = rows.rollout, []
+    targets, others = (rollout.of_rows(x) for x in (rollout.batch.masks, rollout.batch.distractors))
+    for mask, target, distractors in zip(rows.outcome.masks, targets, others):
+        objects = torch.cat([target[None], distractors]).to(mask.device)  # (1 + K, H, W)
+        values.append(mask_iou(mask.expand_as(objects), objects).max().item())
+    return torch.tensor(values)
 
 
 def majority(rows: AblatedRows) -> torch.Tensor:
@@ -259,6 +270,9 @@ ABLATIONS = {
     "other": Ablation(other, "region and caption of another sample of the batch are the target"),
     "confidence": Ablation(confidence, "SAM2's confidence in the mask", (*MASKS, GROUNDED)),
     "area": Ablation(area, "area of the mask", (*MASKS, GROUNDED)),
+    ANY_OBJECT: Ablation(
+        any_object, "IoU with the object of the image that the mask fits best", (*MASKS, GROUNDED)
+    ),
     "majority": Ablation(
         majority,
         "agreement with the other answers of the group",

@@ -213,6 +213,16 @@ def test_confidence_and_position_by_hand():
     assert of_task("loop2", rollout, "position").tolist() == pytest.approx([1, 5 / 8, 0, 0])
 
 
+def test_area_and_any_object_by_hand():
+    """The first image's other object is the last ten pixels, the second's has 80 from the top."""
+    rollout = rollout_of(TEXTS, [mask(40), ~mask(80), mask(0), mask(60)])
+    rollout.batch.distractors = [~mask(90)[None], mask(80)[None]]
+    _, areas = controlled("area", Task(), rollout)
+    assert areas.tolist() == pytest.approx([0.4, 0.2, 0, 0.6])
+    _, found = controlled("any_object", Task(), rollout)
+    assert found.tolist() == pytest.approx([1, 1 / 2, 0, 3 / 4])
+
+
 def points(*negative, positive=((50.0, 50.0),), boxes=((10.0, 10.0, 90.0, 90.0),)):
     return PointPrompt(boxes=boxes, positive=positive, negative=negative)
 

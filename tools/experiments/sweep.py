@@ -89,7 +89,7 @@ POINT_ARMS = dict(
     points_two_passes="--sam_passes 2",
 )
 POINT_ARMS |= {
-    f"points_{control}": f"--ablation_reward {control}"
+    f"points_{control}": f"--ablation_reward {control} --distractors"
     for control in ablations.ablations_of(ablations.POINTS)
     if f"points_{control}" not in POINT_ARMS
 }
