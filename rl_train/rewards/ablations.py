@@ -107,8 +107,12 @@ def confidence(rows: AblatedRows) -> torch.Tensor:
 
 
 def area(rows: AblatedRows) -> torch.Tensor:
-    """Return the fraction of the image that each row's mask covers."""
-    return torch.tensor([mask.float().mean().item() for mask in rows.outcome.masks])
+    """Return the fraction of the image that each row's mask covers; of points, minus that.
+
+    A teacher's mask of a phrase that fits nothing is small, SAM2's of too few points is large.
+    """
+    sign = -1 if rows.task.name == POINTS else 1
+    return torch.tensor([sign * mask.float().mean().item() for mask in rows.outcome.masks])
 
 
 def any_object(rows: AblatedRows) -> torch.Tensor:
@@ -269,7 +273,7 @@ ABLATIONS = {
     ),
     "other": Ablation(other, "region and caption of another sample of the batch are the target"),
     "confidence": Ablation(confidence, "SAM2's confidence in the mask", (*MASKS, GROUNDED)),
-    "area": Ablation(area, "area of the mask", (*MASKS, GROUNDED)),
+    "area": Ablation(area, "area of the mask, of points minus it", (*MASKS, GROUNDED)),
     ANY_OBJECT: Ablation(
         any_object, "IoU with the object of the image that the mask fits best", (*MASKS, GROUNDED)
     ),

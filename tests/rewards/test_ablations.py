@@ -217,8 +217,9 @@ def test_area_and_any_object_by_hand():
     """The first image's other object is the last ten pixels, the second's has 80 from the top."""
     rollout = rollout_of(TEXTS, [mask(40), ~mask(80), mask(0), mask(60)])
     rollout.batch.distractors = [~mask(90)[None], mask(80)[None]]
-    _, areas = controlled("area", Task(), rollout)
+    areas = of_task("loop1", rollout, "area")
     assert areas.tolist() == pytest.approx([0.4, 0.2, 0, 0.6])
+    assert torch.equal(of_task("points", rollout, "area"), -areas)
     _, found = controlled("any_object", Task(), rollout)
     assert found.tolist() == pytest.approx([1, 1 / 2, 0, 3 / 4])
 

@@ -6,7 +6,7 @@
 
 Everything is drawn by code from --seed, which also begins the checkpoint. The checkpoint, in the
 original layout, is trained from random weights as the lab's bases are (`tools.demo.warm_start`):
-masks of all regions, captions of one in a hundred, then it is stopped. Nothing is put in: its
+masks of all regions, captions of one in a hundred, then it is stopped. No wrong word is taught: its
 mistakes are those of too little data. It answers with one wording of Sa2VA's five, so that in loop
 2 only the sampled mask can differ.
 """
