@@ -1,8 +1,8 @@
 """Supervised training of a small Sa2VA from random weights: it learns to see, to find, to say.
 
 Three runs of `rl_train.sft`, each beginning with the model of the one before. Captions are in the
-last alone and of few regions, and it ends early: the mistakes that are left are those of too little
-data, nobody puts one in.
+last alone and of few regions, and it ends early. No wrong word is taught: the mistakes that are
+left are those of too little data.
 
 The data's folder has the subsets `segmented`, of all regions that may be named, and `captioned`,
 and truth.jsonl, which says of each region of `segmented`, in its order, its scene and its label.
