@@ -237,7 +237,8 @@ def verdict(own: dict[str, Gain], rivals: dict[str, list[Gain]]) -> list[str]:
         elif equal:
             strongest = max(equal, key=Gain.change)
             lines.append(f"{TITLES[metric]} rises, not shown to exceed: {strongest.name}.")
-            shows = WORKS if shows != LEARNT else shows
+            if shows == SHOWS_NOTHING:
+                shows = WORKS
         else:
             lines.append(f"{TITLES[metric]} rises by more than these untrained causes.")
             shows = LEARNT

@@ -37,7 +37,7 @@ PARTS = dict(
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long a base is trained.
+    """Lengths, batch sizes and learning rates of a base's three parts.
 
     Attributes:
         steps, batch_sizes: of each part.

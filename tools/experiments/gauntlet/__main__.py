@@ -54,8 +54,8 @@ def build_parser() -> FlagParser:
         "--loop1_reward",
         choices=list(loop1.MEASURES),
         default="iou",
-        help="of loop 1, by which is chosen and of which fractions are: iou; found: whether the "
-        "mask lies on the region and on no other, as --reward_weights loop1.on_target",
+        help="reward of loop 1: iou, or found, 1 if the mask lies on the region and on no other "
+        "(in training: --reward_weights loop1.iou=0 loop1.on_target=1)",
     )
     subsets = "folders of --data_dir to read (gar, dam), or its split; default: all"
     add("--subsets", nargs="+", default=[], metavar="SUBSET", help=subsets)

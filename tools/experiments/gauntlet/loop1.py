@@ -26,9 +26,14 @@ class Chosen:
     picks: list[PickBy]
 
 
+def reward_first(reward: str) -> list[str]:
+    """Return the names of MEASURES, the reward's first: fractions are of the first."""
+    return [reward, *(name for name in MEASURES if name != reward)]
+
+
 def measures_of(heard: Sequence[Heard], reward: str = "iou") -> Measures:
     """Return {measure: values of n regions}, the reward first."""
-    return {name: [getattr(each, name) for each in heard] for name in {reward: "", **MEASURES}}
+    return {name: [getattr(each, name) for each in heard] for name in reward_first(reward)}
 
 
 def sample_scores(regions: Regions, num_generations: int) -> dict[str, torch.Tensor]:
@@ -80,5 +85,5 @@ def measure(heldout: Regions, chosen: Chosen, num_generations: int) -> LoopResul
         scores=scores,
         true_reward=chosen.reward,
         picks=chosen.picks,
-        measures={chosen.reward: "", **MEASURES},
+        measures=reward_first(chosen.reward),
     )
