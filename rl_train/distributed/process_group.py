@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # DDP imports it; with a group its defaults would hold it
 from torch.autograd.function import FunctionCtx
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
@@ -64,7 +65,17 @@ def init() -> RankInfo:
     # torchrun sets it, also for one process.
     if "WORLD_SIZE" in os.environ and not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+        # torchrun keeps one store for all attempts (--max_restarts). Under a name of its own an
+        # attempt cannot read the addresses of ranks that the one before it left there.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store, _, _ = next(rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(f"attempt {attempt}", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=COLLECTIVE_TIMEOUT,
+        )
     return RankInfo(rank, world_size, device)
 
 

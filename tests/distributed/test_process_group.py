@@ -18,7 +18,7 @@ from rl_train.distributed.process_group import (
     distributed_data_parallel,
     sync_gradients,
 )
-from tests.ranks import fork, forked
+from tests.ranks import fork, forked, rank_environments, start_fork
 from tests.runs import (
     distance,
     rollouts,
@@ -100,14 +100,20 @@ def test_rank_comes_from_rank_and_device_from_local_rank(monkeypatch):
     for name, value in dict(RANK="9", LOCAL_RANK="1", WORLD_SIZE="16").items():
         monkeypatch.setenv(name, value)
     joined, device = [], []
-    join = lambda backend, timeout: joined.append((backend, timeout))  # noqa: E731
+    monkeypatch.setattr(
+        process_group, "rendezvous", lambda *_, **__: iter([(dist.HashStore(),) * 3])
+    )
+
+    def join(backend, rank, world_size, timeout, store):
+        joined.append((backend, rank, world_size, timeout))
+
     monkeypatch.setattr(process_group.dist, "init_process_group", join)
     ranks = process_group.init()
     assert (ranks.rank, ranks.world_size, ranks.is_main, joined) == (
         9,
         16,
         False,
-        [("gloo", COLLECTIVE_TIMEOUT)],
+        [("gloo", 9, 16, COLLECTIVE_TIMEOUT)],
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", device.append)
@@ -116,8 +122,29 @@ def test_rank_comes_from_rank_and_device_from_local_rank(monkeypatch):
         ranks.rank == 9
         and ranks.device == torch.device("cuda", 1)
         and device == [ranks.device]
-        and joined[1:] == [("nccl", COLLECTIVE_TIMEOUT)]
+        and joined[1:] == [("nccl", 9, 16, COLLECTIVE_TIMEOUT)]
     )
+
+
+def test_an_attempt_reads_no_address_of_the_one_before(tmp_path, monkeypatch):
+    """torchrun keeps its store over restarts, with the addresses of the ranks that are gone."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    places = [place | dict(MASTER_PORT=str(server.port)) for place in rank_environments()]
+
+    def late_second_rank():
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1" and os.environ["RANK"] == "1":
+            time.sleep(6)  # gloo asks this rank's old address for a few seconds
+        ranks = process_group.init()
+        dist.barrier()
+        assert ranks.world_size == 2
+
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        outputs = [tmp_path / f"{attempt}.{rank}" for rank in range(2)]
+        waits = [start_fork(o, place, late_second_rank) for o, place in zip(outputs, places)]
+        ended = [wait() for wait in waits]
+        assert [status for status, _ in ended] == [0, 0], ended
 
 
 def test_alone_without_torchrun():
