@@ -80,25 +80,63 @@ def train_base(
         with complete_or_absent(model_path) as unfinished:
             model.save_pretrained(unfinished, torch.float32)
             tokenizer.save_pretrained(unfinished)
+    runs = TrainingFolders(data_dir, eval_data_dir, output_dir)
     for number, part in enumerate(PARTS):
-        run, began = output_dir / part, time.perf_counter()
+        flags = PARTS[part] + (f" --truth {data_dir / TRUTH}" if part == "see" else "")
+        numbers = dict(
+            max_steps=schedule.steps[number],
+            batch_size=schedule.batch_sizes[number],
+            learning_rate=schedule.rates[number],
+        )
+        model_path = runs.train(part, model_path, flags, seed, dtype, num_workers, **numbers)
+    runs.save_base(model_path)
+
+
+@dataclass(frozen=True)
+class TrainingFolders:
+    """Folders of a base that is made by several runs of `rl_train.sft`.
+
+    Attributes:
+        output_dir: receives a folder for each run, and base/.
+    """
+
+    data_dir: Path
+    eval_data_dir: Path
+    output_dir: Path
+
+    def train(
+        self,
+        part: str,
+        model_path: Path,
+        part_flags: str,
+        seed: int,
+        dtype: str,
+        num_workers: int,
+        **numbers: float,
+    ) -> Path:
+        """Train a model into output_dir/`part` unless that is done; return the trained one.
+
+        Args:
+            part_flags: of `rl_train.sft`, which tell this part from others.
+            numbers: max_steps, batch_size and learning_rate.
+        """
+        run, began = self.output_dir / part, time.perf_counter()
         if not (run / "final_model").exists():
-            flags = dict(model_path=model_path, data_dir=data_dir, output_dir=run, seed=seed)
-            flags |= dict(eval_data_dir=eval_data_dir, eval_steps=0, eval_samples=8)
-            flags |= dict(max_steps=schedule.steps[number], save_steps=schedule.steps[number])
-            flags |= dict(batch_size=schedule.batch_sizes[number])
-            flags |= dict(learning_rate=schedule.rates[number])
+            flags = dict(model_path=model_path, data_dir=self.data_dir, output_dir=run, seed=seed)
+            flags |= dict(eval_data_dir=self.eval_data_dir, eval_steps=0, eval_samples=8)
+            flags |= numbers | dict(save_steps=numbers["max_steps"])
             flags |= dict(dtype=dtype, num_workers=num_workers, weight_decay=0.02)
             flags |= dict(max_completion_length=MAX_ANSWER_TOKENS, resume="auto")
-            if part == "see":
-                flags |= dict(truth=data_dir / TRUTH)
             argv = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
             run_training(
-                [*argv, "--no-gradient_checkpointing", *PARTS[part].split()], sft.SFT, sft.train
+                [*argv, "--no-gradient_checkpointing", *part_flags.split()], sft.SFT, sft.train
             )
-        model_path = run / "final_model"
         print(f"{part}: {time.perf_counter() - began:.0f} s", flush=True)
-    if not (output_dir / "base").exists():
-        model, tokenizer = Sa2VAModel.from_pretrained(model_path), load_tokenizer(model_path)
-        with complete_or_absent(output_dir / "base") as unfinished:
-            save(model, tokenizer, unfinished)
+        return run / "final_model"
+
+    def save_base(self, model_path: Path):
+        """Write a trained model as output_dir/base, bf16 numbers, unless it is there."""
+        if not (self.output_dir / "base").exists():
+            model, tokenizer = Sa2VAModel.from_pretrained(model_path), load_tokenizer(model_path)
+            with complete_or_absent(self.output_dir / "base") as unfinished:
+                save(model, tokenizer, unfinished)

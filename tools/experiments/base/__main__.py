@@ -8,8 +8,9 @@
         --max_completion_length 24
 
 train: captions of 10 % of the regions and masks of all that may be named, by `rl_train.sft`,
-stopped early; nothing is injected. measure: accuracy by split, artist and concept, what is taken
-for what, and a probe of what the features hold beyond what is said.
+stopped early; nothing is injected. few_masks: the mirror of it, for loop 2: captions of all and
+masks of 10 %. measure: accuracy by split, artist and concept, what is taken for what, and a probe
+of what the features hold beyond what is said.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.utils.command_line import FlagParser, run_program
 from rl_train.utils.io import CannotWrite, check_writable
 from tools.demo.warm_start import MAX_ANSWER_TOKENS, PARTS
+from tools.experiments.base.few_masks import BATCH_SIZE, STEPS, train_few_masks
 from tools.experiments.base.measure import markdown, measure_base
 from tools.experiments.base.train import SIZES, train_on_scenes
 from tools.experiments.pictures.dataset import TRUTH
@@ -43,6 +45,13 @@ def build_parser() -> FlagParser:
     train.add_argument("--seed", type=SEED, default=0, help="of the weights and of the samples")
     steps = dict(nargs=len(PARTS), type=COUNT, metavar=tuple(map(str.upper, PARTS)))
     train.add_argument("--steps", **steps, help="of each part; default: the size's")
+    few = commands.add_parser("few_masks", help="train a base for loop 2 from one of train")
+    few.add_argument("--base", required=True, type=Path, help="folder base/ that train wrote")
+    few.add_argument("--data_dir", required=True, type=Path, help=scenes)
+    few.add_argument("--output_dir", required=True, type=Path, help="receives base/")
+    few.add_argument("--seed", type=SEED, default=0, help="of the new weights and of the samples")
+    few.add_argument("--steps", type=COUNT, default=STEPS)
+    few.add_argument("--batch_size", type=COUNT, default=BATCH_SIZE)
     measure = commands.add_parser("measure", help="measure bases")
     measure.add_argument("--data_dir", required=True, type=Path, help=scenes)
     measure.add_argument("--model_path", nargs="+", required=True, type=Path, help="bases")
@@ -52,23 +61,43 @@ def build_parser() -> FlagParser:
     measure.set_defaults(max_completion_length=MAX_ANSWER_TOKENS)
     measure.set_defaults(max_prompt_length=DataConfig.max_prompt_length)
     measure.add_argument("--batch_size", type=COUNT, default=32)
-    for command in (train, measure):
+    for command in (train, few, measure):
         command.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
         command.add_argument("--num_workers", type=COUNT_OR_0, default=2, help="that read data")
     return parser
 
 
-def run_train(args: argparse.Namespace):
+def check_scenes(args: argparse.Namespace):
+    """Raise ValueError if a base cannot be trained on --data_dir into --output_dir."""
     check_writable("--output_dir", args.output_dir)
     if not (args.data_dir / "train" / TRUTH).is_file():
         raise ValueError(
             f"--data_dir {args.data_dir}: holds no scenes, make them with "
             "python -m tools.experiments.pictures scenes"
         )
+
+
+def run_train(args: argparse.Namespace):
+    check_scenes(args)
     size = SIZES[args.size]
     if args.steps:
         size = replace(size, schedule=replace(size.schedule, steps=tuple(args.steps)))
     train_on_scenes(size, args.data_dir, args.output_dir, args.seed, args.dtype, args.num_workers)
+
+
+def run_few_masks(args: argparse.Namespace):
+    check_scenes(args)
+    find_base(args.base, None, "--base", Sa2VAPolicy.family)
+    train_few_masks(
+        args.base,
+        args.data_dir,
+        args.output_dir,
+        args.seed,
+        args.dtype,
+        args.num_workers,
+        args.steps,
+        args.batch_size,
+    )
 
 
 def run_measure(args: argparse.Namespace):
@@ -91,10 +120,13 @@ def run_measure(args: argparse.Namespace):
     args.output.with_suffix(".md").write_text(text)
 
 
+RUN = dict(train=run_train, few_masks=run_few_masks, measure=run_measure)
+
+
 def main(argv: Sequence[str] | None = None):
     args = build_parser().parse_args(argv)
     try:
-        run_train(args) if args.command == "train" else run_measure(args)
+        RUN[args.command](args)
     except (ValueError, CannotWrite) as error:  # the user's input: one sentence, no traceback
         raise SystemExit(f"base: {error}") from error
 

@@ -57,6 +57,18 @@ def build_parser() -> FlagParser:
         help="reward of loop 1: iou, or found, 1 if the mask lies on the region and on no other "
         "(in training: --reward_weights loop1.iou=0 loop1.on_target=1)",
     )
+    add(
+        "--loop2_reward",
+        choices=list(loop2.REWARDS),
+        default="meteor",
+        help="reward of loop 2, as --reward_weights loop2.meteor or loop2.likelihood",
+    )
+    add(
+        "--loop2_measure",
+        choices=list(loop2.MEASURES),
+        default="iou",
+        help="of loop 2's masks, by which causes are chosen and compared",
+    )
     subsets = "folders of --data_dir to read (gar, dam), or its split; default: all"
     add("--subsets", nargs="+", default=[], metavar="SUBSET", help=subsets)
     add("--num_generations", type=AT_LEAST_2, default=8, help="G, samples of each region")
@@ -95,7 +107,9 @@ def results_of(
     if 1 in args.loops:
         chosen[1] = loop1.choose(training, G, args.loop1_reward)
     if 2 in args.loops:
-        chosen[2] = loop2.choose(training, G, args.latent_std)
+        chosen[2] = loop2.choose(
+            training, G, args.latent_std, args.loop2_reward, args.loop2_measure
+        )
     del training
     regions = opened(heldout)
     return {loop: LOOPS[loop][1].measure(regions, chosen[loop], G) for loop in chosen}

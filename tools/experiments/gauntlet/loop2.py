@@ -1,4 +1,4 @@
-"""Loop 2's cheap causes: chosen on training regions by the IoU with them, measured on others.
+"""Loop 2's cheap causes: chosen on training regions by a measure of masks, measured on others.
 
 Letters: n regions, G samples of each.
 """
@@ -40,13 +40,10 @@ if TYPE_CHECKING:
     from sa2va_hf.batches import ImageFeatures
 
 MEASURES = {"iou": "mask IoU", "found": "object found"}
-REWARD = "meteor"  # the task's default
+# Rewards of the task, the default first.
+REWARDS = {"meteor": "METEOR", "likelihood": "likelihood with the image"}
 # Scores that are rewards of the task, or its ceiling: not cheap.
-TRUE_SCORES = {
-    REWARD: "METEOR, the true reward",
-    "likelihood": "likelihood with the image, the true reward of loop2.likelihood=1",
-    "iou": "IoU with the region: the ceiling",
-}
+TRUE_SCORES = REWARDS | {"iou": "IoU with the region: the ceiling"}
 
 
 class OneModel:
@@ -58,8 +55,14 @@ class OneModel:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Choices made on training regions."""
+    """Choices made on training regions, by a name in MEASURES.
 
+    Attributes:
+        reward: a name in REWARDS, against which cheap causes are compared.
+    """
+
+    reward: str
+    measure: str
     variants: dict[str, tuple[str, Variant]]  # {cause: (what was chosen, variant)}
     picks: list[PickBy]
     task: CaptionMaskCaption  # its noise is fitted to training regions
@@ -94,7 +97,7 @@ def sample_scores(
     for batch, features in tqdm(regions.parts, desc="sampled masks", leave=False, disable=None):
         rollout = sampled(task, batch, features, G)
         rewards = task.rewards(rollout).rewards
-        scores = {name: rewards[name] for name in (REWARD, "likelihood", "iou")}
+        scores = {name: rewards[name] for name in TRUE_SCORES}
         parts.append(
             scores | dict(found=rewards["on_target"]) | cheap_scores(regions, rollout, features)
         )
@@ -122,47 +125,57 @@ def cheap_scores(
     }
 
 
-def choose(training: Regions, num_generations: int, latent_std: float | str) -> Chosen:
-    """Choose every cheap cause on training regions, by the IoU with them: the strongest rivals."""
+def choose(
+    training: Regions,
+    num_generations: int,
+    latent_std: float | str,
+    reward: str = "meteor",
+    measure: str = "iou",
+) -> Chosen:
+    """Choose every cheap cause on training regions, by their own measure: the strongest rivals."""
     require_wordnet()
     options = CaptionMaskCaption.Options(latent_std=latent_std, mask_loss_coef=0.0)
     task = CaptionMaskCaption(options, TaskContext(training.policy, OneModel(), training.tokens))
-    task.weigh({REWARD: 0.5, "likelihood": 0.5})  # both are computed
+    task.weigh(dict.fromkeys(REWARDS, 0.5))  # all are computed
     task.action.calibrate([batch for batch, _ in training.parts], training.tokens)
     causes = variants_of(training)
     named = {
         f"{cause}: {name}": variant for cause, of in causes.items() for name, variant in of.items()
     }
     names = {cause: [f"{cause}: {name}" for name in of] for cause, of in causes.items()}
-    best = choose_variants(measure_variants(training, named), names)
+    best = choose_variants(measure_variants(training, named), names, measure)
     scores = sample_scores(training, task, num_generations)
     cheap = [name for name in scores if name not in (*TRUE_SCORES, *MEASURES)]
     return Chosen(
+        reward,
+        measure,
         {cause: (name.partition(": ")[2], named[name]) for cause, name in best.items()},
-        [choose_direction(name, scores[name], scores["iou"]) for name in cheap],
+        [choose_direction(name, scores[name], scores[measure]) for name in cheap],
         task,
     )
 
 
 def measure(heldout: Regions, chosen: Chosen, num_generations: int) -> LoopResult:
     """Measure what was chosen on held-out regions; nothing is chosen here."""
+    measures = [chosen.measure, *(name for name in MEASURES if name != chosen.measure)]
     measured = measure_variants(
         heldout, {cause: variant for cause, (_, variant) in chosen.variants.items()}
     )
+    measured = {cause: {name: of[name] for name in measures} for cause, of in measured.items()}
     rivals = [
         Rival(cause, name, "greedy", measured[cause])
         for cause, (name, _) in chosen.variants.items()
     ]
     scores = sample_scores(heldout, chosen.task, num_generations)
     for name, text in TRUE_SCORES.items():
-        if name != REWARD:
-            values = measures_of_picked(scores, scores[name], MEASURES)
+        if name != chosen.reward:
+            values = measures_of_picked(scores, scores[name], measures)
             rivals.append(Rival(f"best of G by {text}", "largest", "samples", values, cheap=False))
     return result_with_samples(
         greedy=measured[UNCHANGED],
         rivals=rivals,
         scores=scores,
-        true_reward=REWARD,
+        true_reward=chosen.reward,
         picks=chosen.picks,
-        measures=MEASURES,
+        measures=measures,
     )

@@ -172,10 +172,10 @@ def measure_variants(regions: Regions, variants: dict[str, Variant]) -> dict[str
 
 
 def choose_variants(
-    measured: dict[str, Measures], names: dict[str, Sequence[str]]
+    measured: dict[str, Measures], names: dict[str, Sequence[str]], measure: str = "iou"
 ) -> dict[str, str]:
-    """Return {cause: the variant with the highest mean IoU} of {cause: variants}."""
+    """Return {cause: the variant whose mean of a measure is highest} of {cause: variants}."""
     return {
-        cause: max(variants, key=lambda name: sum(measured[name]["iou"]))
+        cause: max(variants, key=lambda name: sum(measured[name][measure]))
         for cause, variants in names.items()
     }

@@ -1,0 +1,101 @@
+"""A base for loop 2: it has learnt captions of all regions that may be named, and few masks.
+
+Its vision model and SAM2 are those of a base that `train` made, and stay as they are. Its LLM, and
+what makes a prompt embedding of [SEG], begin anew from random weights: they learn captions of all
+regions, and masks of those alone that the other base has captions of.
+
+Letters: B samples, D width of a prompt embedding.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from rl_train.config.flags import flag
+from rl_train.tasks.base import TaskContext
+from rl_train.tasks.sft_tasks import Examples, ReferringSegmentation
+from sa2va_hf import Sa2VAModel
+from sa2va_hf.losses import resize_masks, resized_mask_loss
+from sa2va_hf.tokenizer import load_tokenizer
+from tools.demo.model import initialise
+from tools.demo.new_folder import complete_or_absent
+from tools.demo.warm_start import TrainingFolders
+from tools.experiments.pictures.dataset import CAPTIONED, SEGMENTED, TRUTH, read_truth
+
+if TYPE_CHECKING:
+    from rl_train.engine.engine import ScoreOutput
+    from sa2va_hf.batches import ImageFeatures
+
+STEPS, BATCH_SIZE, LEARNING_RATE = 700, 64, 1.2e-3
+NEW = ("language_model.", "text_hidden_fcs.")  # names of the weights that begin anew
+FLAGS = (
+    f"--subsets {SEGMENTED} --tasks region_captions tools.experiments.base.few_masks:FewMasks "
+    "--one_answer --trainable_modules language_model embeddings text_hidden_fcs"
+)
+
+
+class FewMasks(ReferringSegmentation):
+    """`ReferringSegmentation` whose masks are taught of the regions of part `captioned` alone."""
+
+    name = "few_masks"
+
+    @dataclass(frozen=True)
+    class Options(ReferringSegmentation.Options):
+        truth: str = flag("", "truth.jsonl of the scenes, which says which regions are taught")
+
+    def __init__(self, options: Options, context: TaskContext):
+        super().__init__(options, context)
+        # In the order of the part `segmented`.
+        named = [r for r in read_truth(Path(options.truth).parent) if not r["unnamed"]]
+        self.is_taught = [region["part"] == CAPTIONED for region in named]
+        self.fraction = sum(self.is_taught) / len(self.is_taught)
+
+    def loss_terms(
+        self, examples: Examples, features: "ImageFeatures", scores: "ScoreOutput", rows: float
+    ):
+        """Return the masks' loss of the taught regions, as large as if all were taught."""
+        policy, batch = self.context.policy, examples.batch
+        taught = [i for i, index in enumerate(batch.index) if self.is_taught[index]]
+        if not taught:
+            zero = scores.logp.new_zeros(())
+            return [], dict(mask_loss=zero)
+        prompts = policy.scored_mask_embeddings(scores, examples.ids, examples.valid)  # (B, D)
+        logits = policy.decode_masks(features, taught, prompts[taught])
+        resized = resize_masks([batch.masks[i] for i in taught], logits)
+        loss = resized_mask_loss(logits, resized).sum() / self.fraction / rows
+        return [loss], dict(mask_loss=loss.detach())
+
+
+def train_few_masks(
+    base: Path,
+    data_dir: Path,
+    output_dir: Path,
+    seed: int,
+    dtype: str,
+    num_workers: int,
+    steps: int = STEPS,
+    batch_size: int = BATCH_SIZE,
+):
+    """Train a base for loop 2 into output_dir/base, from another base's vision model and SAM2."""
+    begin = output_dir / "begin"
+    if not begin.exists():
+        with complete_or_absent(begin) as unfinished:
+            with_new_llm(base, seed).save_pretrained(unfinished, torch.float32)
+            load_tokenizer(base).save_pretrained(unfinished)
+    runs = TrainingFolders(data_dir / "train", data_dir / "heldout", output_dir)
+    numbers = dict(max_steps=steps, batch_size=batch_size, learning_rate=LEARNING_RATE)
+    flags = f"{FLAGS} --truth {data_dir / 'train' / TRUTH}"
+    runs.save_base(runs.train("few_masks", begin, flags, seed, dtype, num_workers, **numbers))
+
+
+def with_new_llm(base: Path, seed: int) -> Sa2VAModel:
+    """Return a base's model, float32, whose weights of NEW are random."""
+    model = Sa2VAModel.from_pretrained(base).float()
+    torch.manual_seed(seed)
+    drawn = Sa2VAModel(model.config)
+    initialise(drawn)
+    new = {name: value for name, value in drawn.state_dict().items() if name.startswith(NEW)}
+    model.load_state_dict(model.state_dict() | new)
+    return model
