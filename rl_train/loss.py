@@ -155,14 +155,24 @@ def iter_micro_batches(
     scored_rollouts: list[ScoredRollout], size: int, denominators: dict[str, LossDenominators]
 ) -> Iterator[MicroBatch]:
     """Yield the micro-batches of a step: at most `size` rows of one rollout each."""
-    pieces = [
+    pieces = _pieces(scored_rollouts, size)
+    for number, (scored, rows) in enumerate(pieces, 1):
+        is_last = number == len(pieces)
+        yield MicroBatch(scored, rows, denominators[scored.task.name], is_last)
+
+
+def count_micro_batches(scored_rollouts: list[ScoredRollout], size: int) -> int:
+    """Return how many micro-batches `iter_micro_batches` yields."""
+    return len(_pieces(scored_rollouts, size))
+
+
+def _pieces(scored_rollouts, size) -> list[tuple[ScoredRollout, slice]]:
+    """Return a rollout and at most `size` of its rows for each micro-batch."""
+    return [
         (scored, rows)
         for scored in scored_rollouts
         for rows in micro_batches(slice(0, len(scored.rollout)), size)
     ]
-    for number, (scored, rows) in enumerate(pieces, 1):
-        is_last = number == len(pieces)
-        yield MicroBatch(scored, rows, denominators[scored.task.name], is_last)
 
 
 def select_for_update(
@@ -249,6 +259,7 @@ def check_finite_log_probs(policy: Policy, scored_rollouts: list[ScoredRollout],
     It scores each task's first `size` rows, so that weights which an update has spoilt are not
     saved as a checkpoint.
     """
+    policy.unshard_base()
     faults = []
     for scored in scored_rollouts:
         if not policy.score(scored.rollout, slice(0, size)).logp.isfinite().all():

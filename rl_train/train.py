@@ -61,6 +61,7 @@ def train(run: Run, loader: DataLoader, end_step: StepCallback):
     for loaded in loader:  # B samples
         # They stand in for pixel_values: computed once per image, for all rows, tasks and roles.
         features = policy.encode(loaded)
+        policy.unshard_base(vision=config.rollout.resample_equal_groups > 0)  # with --fsdp
         # Each task in turn; again for samples in the place of those whose rewards are all equal.
         for task, batch, image_features in resampler.rounds(step, loaded, features):
             rng = run.rng(task, batch)  # from (seed, step, task, sample, generation) alone
@@ -83,6 +84,7 @@ def train(run: Run, loader: DataLoader, end_step: StepCallback):
             continue
         if step.prepare_update():  # False if all rewards of each group are equal
             for iteration in range(optim.num_iterations):
+                policy.join_update(step.count_micro_batches(optim.micro_batch_size))  # with --fsdp
                 for part in step.micro_batches(optim.micro_batch_size):
                     with sync_gradients(ddp, part.is_last):  # else ddp.no_sync()
                         # Log-probs with gradient, by a full forward: `Policy.score`.
