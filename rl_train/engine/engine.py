@@ -116,11 +116,10 @@ class Engine:
             if self._fused is not None:
                 self._fused.reshard()
 
-    def take_part(self, num_forwards: int):
-        """Gather the layers as forwards with gradient and their backwards of other ranks do."""
+    def take_part(self):
+        """Gather the layers as another rank does in a `score` with gradient and its backward."""
         self.reshard()
-        for _ in range(num_forwards):
-            self.sharded.take_part()
+        self.sharded.take_part()
 
     def _check_sharded(self, fused: FusedModel | None):
         """Raise AssertionError if layers in shards are not as the next forward needs them."""

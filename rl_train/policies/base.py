@@ -14,7 +14,6 @@ from rl_train.config.grpo_config import PolicyConfig
 from rl_train.data.errors import DamagedSample
 from rl_train.data.text import MARKER
 from rl_train.distributed.fsdp import ShardedLayers
-from rl_train.distributed.process_group import gather_objects
 from rl_train.engine import Completions, Engine, ScoreOutput, StopText
 from rl_train.rollout import Batch, Preprocessor, Rollout
 from rl_train.utils.nan_check import NanWatcher
@@ -150,15 +149,6 @@ class Policy(Protocol):
         if self.sharded_vision is not None:
             self.engine.reshard()
             self.sharded_vision.reshard()
-
-    def join_update(self, num_micro_batches: int):
-        """Gather layers as the rank with most micro-batches will, more than this rank's own.
-
-        With --fsdp a collective, else nothing happens. It comes before the update: in a rank's last
-        micro-batch gradients are averaged, for which all ranks must be at their last one.
-        """
-        if self.sharded_vision is not None:
-            self.engine.take_part(max(gather_objects(num_micro_batches)) - num_micro_batches)
 
     def score_answers(
         self,
