@@ -76,8 +76,8 @@ class PolicyConfig:
     )
     fsdp: bool = flag(
         False,
-        "share the frozen LLM's and vision encoder's layers out over the GPUs of each host (torch's "
-        "FSDP2), each gathered while an update computes with it; sampling gathers the whole LLM",
+        "share the layers of the frozen LLM and vision encoder out over the GPUs of each host "
+        "(FSDP2): an update gathers a layer while it computes with it, sampling the whole LLM",
         family="sa2va",
         free_on_resume=True,
     )

@@ -1,4 +1,4 @@
-"""Frozen layers in shards over the ranks of a host (--fsdp), by the public methods of torch's FSDP2.
+"""Frozen layers in shards over the ranks of a host (--fsdp), by public methods of torch's FSDP2.
 
 Each of the R ranks of a host keeps 1/R of every frozen matrix of the LLM's layers and of the vision
 encoder's blocks; hosts are replicas. All else stays whole: weights that train, norms, biases,

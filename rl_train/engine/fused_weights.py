@@ -86,7 +86,7 @@ class FusedLinears:
 
 
 def _joined(parameters, padding, views=True) -> torch.Tensor:
-    """Stack the parameters and `padding`; with `views` the parameters become views of the result."""
+    """Stack the parameters and `padding`; with `views` the parameters become views of it."""
     joined = torch.cat([*(p.data for p in parameters), padding])
     if views:
         sizes = [*map(len, parameters), len(padding)]
@@ -140,7 +140,9 @@ class FusedLayer:
                 gate_up=gate_up,
                 down=down,
             )
-            for qkv, out, gate_up, down in zip(*[(group.live, group.copied) for group in self.linears])
+            for qkv, out, gate_up, down in zip(
+                *[(group.live, group.copied) for group in self.linears]
+            )
         )
         self.targets = [target for group in self.linears for target in group.targets]
 

@@ -24,7 +24,16 @@ from rl_train.run.memory_estimate import standing_memory
 from tests import supervised
 from tests.engine.tiny import prompts, tiny_llm
 from tests.ranks import forked, free_port, rank_environments, start_fork
-from tests.runs import complaint_of, distance, flags, measure, on_one_core, picture, rollouts, weights
+from tests.runs import (
+    complaint_of,
+    distance,
+    flags,
+    measure,
+    on_one_core,
+    picture,
+    rollouts,
+    weights,
+)
 
 SAME = dict(
     batch_size=1,
@@ -157,7 +166,9 @@ def assert_equal(one: Path, other: Path, steps=(1, 2)):
         moments = [state["optimizer"]["state"] for state in states]
         for number, moment in moments[0].items():
             assert all(torch.equal(moment[key], moments[1][number][key]) for key in moment)
-    lines = [[line for line in rollouts(folder) if line["step"] + 1 in steps] for folder in (one, other)]
+    lines = [
+        [line for line in rollouts(folder) if line["step"] + 1 in steps] for folder in (one, other)
+    ]
     assert lines[0] == lines[1]
     files = [folder / "evaluation" / f"step_{steps[-1]}.json" for folder in (one, other)]
     values = [json.loads(file.read_text())["values"] for file in files]
@@ -243,7 +254,7 @@ def test_layers_are_shared_inside_a_host(tmp_path):
 
 
 def check_order():
-    """A forward without `unshard`, or with gradient before `reshard`, says so instead of hanging."""
+    """A forward without `unshard`, or with gradient before `reshard`, is an error and no hang."""
     ranks = process_group.init()
     llm = tiny_llm()
     engine = Engine(llm, pad_id=0, gradient_checkpointing=True)
