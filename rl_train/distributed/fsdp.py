@@ -71,6 +71,10 @@ class ShardedLayers:
         # The root, by which the layers share their streams, has nothing to shard.
         fully_shard(parent, mesh=mesh, ignored_params=set(parent.parameters()))
         self.parent, self.layers, self.is_whole = parent, list(layers), False
+        # By default FSDP2 counts forwards without gradient when it chooses what a backward gathers
+        # next, so that ranks would gather different layers. Of the first layer: nothing more.
+        for layer, before in zip(self.layers, [self.layers[0], *self.layers]):
+            layer.set_modules_to_backward_prefetch([before])
         parameters = (p for layer in layers for p in layer.parameters())
         self.nbytes = sum(p.numel() * p.itemsize for p in parameters if isinstance(p, DTensor))
 

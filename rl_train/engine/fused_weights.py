@@ -235,8 +235,8 @@ class FusedModel:
 
     def unshard(self):
         """Gather all layers in shards until `reshard`: a collective."""
-        for layer in self.layers:
-            layer.gather()
+        for number in range(len(self.layers)):
+            self._gather(number, then=number + 1)
         self.targets = [target for layer in self.layers for target in layer.targets]
         self.is_whole = True
 
@@ -257,17 +257,20 @@ class FusedModel:
         """Context in which the copied weights of a layer are there.
 
         Args:
-            then: number of the layer that is needed next; beyond the layers: none. In shards it is
-                gathered while this one computes.
+            then: number of the layer that is needed next; beyond the layers: none.
         """
         layer = self.layers[number]
         if not self.is_whole:
-            layer.gather()
-            if 0 <= then < len(self.layers):
-                self.layers[then].module.unshard(async_op=True)  # `gather` waits for it
+            self._gather(number, then)
         yield layer.copied
         if not self.is_whole:
             layer.free()
+
+    def _gather(self, number: int, then: int):
+        """Gather a layer in shards; begin with the next, which goes on while this one computes."""
+        self.layers[number].gather()
+        if 0 <= then < len(self.layers):
+            self.layers[then].module.unshard(async_op=True)  # its `gather` waits for it
 
     def refresh(self):
         """Copy the active LoRA into the fused matrices, as `present` does where it gathers."""

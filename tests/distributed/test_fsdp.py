@@ -52,6 +52,8 @@ BY_MODULES = dict(
     sharded=SHARDED,
     sharded_from_whole=SHARDED | dict(resume="whole/checkpoint_step_1"),
     whole_from_sharded=dict(resume="sharded/checkpoint_step_1"),
+    uneven_whole=dict(num_iterations=2, max_steps=1),
+    uneven=SHARDED | dict(num_iterations=2, max_steps=1),
 )
 # Runs by the engine's matrices. Rank 0 alone has a sample to evaluate.
 FAST = dict(
@@ -194,11 +196,13 @@ def test_training_by_matrices_is_that_of_whole_bases(fast, name):
     assert distance(weights(fast / name, 2), weights(fast / name, 1)) > 1e-6
 
 
-def test_ranks_with_different_numbers_of_micro_batches(fast):
+@pytest.mark.parametrize("way", ["by_modules", "fast"])
+def test_ranks_with_different_numbers_of_micro_batches(way, request):
     """Of 2 loops with 3 rows each rank 0 has 4 micro-batches, rank 1 has 2, in both updates."""
-    assert_equal(fast / "uneven_whole", fast / "uneven", (1,))
-    assert [seen_by(fast, rank)["uneven"]["taken_part"] for rank in range(2)] == [0, 2 * 2]
-    assert seen_by(fast, 1)["sharded"]["taken_part"] == 0
+    folder = request.getfixturevalue(way)
+    assert_equal(folder / "uneven_whole", folder / "uneven", (1,))
+    assert [seen_by(folder, rank)["uneven"]["taken_part"] for rank in range(2)] == [0, 2 * 2]
+    assert seen_by(folder, 1)["sharded"]["taken_part"] == 0
 
 
 def test_ranks_that_replace_different_numbers_of_groups(fast):
