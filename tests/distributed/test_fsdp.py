@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -57,8 +58,8 @@ BY_MODULES = dict(
 )
 # Runs by the engine's matrices. Rank 0 alone has a sample to evaluate.
 FAST = dict(
-    whole={},
-    sharded=SHARDED,
+    whole=dict(merge_at_end="policy"),
+    sharded=SHARDED | dict(merge_at_end="policy"),
     resampled_whole=dict(resample_equal_groups=1, kl_coef=0, max_steps=1),
     resampled=SHARDED | dict(resample_equal_groups=1, kl_coef=0, max_steps=1),
     # DDP's second forward after a backward is a collective: two updates.
@@ -212,6 +213,13 @@ def test_ranks_that_replace_different_numbers_of_groups(fast):
         for rank in range(2)
     ]
     assert sum(lines) > 2 * 2 * 3, "no group was replaced"
+
+
+def test_the_merged_model_has_the_whole_base(fast):
+    models = [
+        load_file(fast / n / "final_model" / "model.safetensors") for n in ("whole", "sharded")
+    ]
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0] | models[1])
 
 
 def test_a_rank_holds_half_of_the_layers(by_modules):
