@@ -175,6 +175,7 @@ class Sa2VAPolicy(Policy):
         mesh, vision = host_mesh(self.device), self.model.vision_model
         self.engine.shard(mesh)
         self.sharded_vision = ShardedLayers(vision, vision.encoder.layer, mesh)
+        torch.cuda.empty_cache()  # the whole layers' memory: pieces that fit nothing else
 
     def save_merged(self, folder: Path, dtype: torch.dtype | None = None):
         """Write the model with the LoRA merged in, in `dtype` or that of its own folder.

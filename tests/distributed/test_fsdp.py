@@ -23,6 +23,7 @@ from rl_train.loggers import tensorboard
 from rl_train.run import start
 from rl_train.run.memory_estimate import standing_memory
 from tests import supervised
+from tests.engine.tiny import fast as fast_path
 from tests.engine.tiny import prompts, tiny_llm
 from tests.ranks import forked, free_port, rank_environments, start_fork
 from tests.runs import (
@@ -285,6 +286,31 @@ def check_order():
 
 def test_a_wrong_order_is_an_error(tmp_path):
     ended = forked(tmp_path, check_order, check_order)
+    assert [status for status, _ in ended] == [0, 0], ended
+
+
+def check_graphs():
+    """Graphs of the sampler are kept while the gathered layers lie where they lay."""
+    ranks = process_group.init()
+    llm = tiny_llm()
+    engine = Engine(llm, pad_id=0, gradient_checkpointing=True)
+    engine.shard(host_mesh(ranks.device))
+    sampled = dict(num_generations=2, max_new_tokens=4 + ranks.rank, stop=None)
+    with fast_path(engine):
+        engine.unshard()
+        engine.generate(*prompts(llm), **sampled)
+        graphs = engine._decoder.graphs
+        assert len(graphs) == 1
+        for addresses in (engine.gathered_at, [0]):
+            engine.reshard()
+            engine._fused.addresses = lambda addresses=addresses: addresses
+            engine.unshard()
+            assert (engine._decoder.graphs is graphs) == (addresses != [0])
+    process_group.close()
+
+
+def test_graphs_that_read_former_addresses_are_dropped(tmp_path):
+    ended = forked(tmp_path, check_graphs, check_graphs)
     assert [status for status, _ in ended] == [0, 0], ended
 
 
