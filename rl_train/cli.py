@@ -235,6 +235,8 @@ def check_flag_combinations(config: Config, chosen: dict[str, type]):
     for name, needed in config.flags_with("needs").items():
         if config.flags.get(name) and not config.flags.get(needed):
             raise ValueError(f"--{name} {config.flags[name]}: needs --{needed}")
+    if config.policy.fsdp:
+        check_fsdp(config)
     if weights := config.reward.component_weights:
         if config.reward.reward_only:
             raise ValueError(
@@ -265,6 +267,26 @@ def check_flag_combinations(config: Config, chosen: dict[str, type]):
         raise ValueError(
             "--ablation_reward other: takes the target of another sample of the batch, and "
             f"--batch_size {config.rollout.batch_size} has none"
+        )
+
+
+def check_fsdp(config: Config):
+    """Raise ValueError for flags that do not go together with --fsdp."""
+    policy = config.policy
+    if policy.quantize_base:
+        raise ValueError(
+            f"--fsdp: not with --quantize_base {policy.quantize_base}, which makes the base fit "
+            "one GPU: leave one of them out"
+        )
+    if not policy.gradient_checkpointing:
+        raise ValueError(
+            "--fsdp: not with --no-gradient_checkpointing, as a layer's weights do not stay for "
+            "its backward: leave one of them out"
+        )
+    if trained := sorted({"language_model", "vision"} & set(config.rollout.trainable_modules)):
+        raise ValueError(
+            f"--fsdp: shards layers that are frozen, and --trainable_modules {' '.join(trained)} "
+            "trains them: leave one of them out"
         )
 
 

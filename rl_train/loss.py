@@ -155,14 +155,24 @@ def iter_micro_batches(
     scored_rollouts: list[ScoredRollout], size: int, denominators: dict[str, LossDenominators]
 ) -> Iterator[MicroBatch]:
     """Yield the micro-batches of a step: at most `size` rows of one rollout each."""
-    pieces = [
+    pieces = _pieces(scored_rollouts, size)
+    for number, (scored, rows) in enumerate(pieces, 1):
+        is_last = number == len(pieces)
+        yield MicroBatch(scored, rows, denominators[scored.task.name], is_last)
+
+
+def count_micro_batches(scored_rollouts: list[ScoredRollout], size: int) -> int:
+    """Return how many micro-batches `iter_micro_batches` yields."""
+    return len(_pieces(scored_rollouts, size))
+
+
+def _pieces(scored_rollouts, size) -> list[tuple[ScoredRollout, slice]]:
+    """Return a rollout and at most `size` of its rows for each micro-batch."""
+    return [
         (scored, rows)
         for scored in scored_rollouts
         for rows in micro_batches(slice(0, len(scored.rollout)), size)
     ]
-    for number, (scored, rows) in enumerate(pieces, 1):
-        is_last = number == len(pieces)
-        yield MicroBatch(scored, rows, denominators[scored.task.name], is_last)
 
 
 def select_for_update(
@@ -249,6 +259,7 @@ def check_finite_log_probs(policy: Policy, scored_rollouts: list[ScoredRollout],
     It scores each task's first `size` rows, so that weights which an update has spoilt are not
     saved as a checkpoint.
     """
+    policy.unshard_base()
     faults = []
     for scored in scored_rollouts:
         if not policy.score(scored.rollout, slice(0, size)).logp.isfinite().all():
@@ -269,8 +280,10 @@ class MicroBatchLoss(torch.nn.Module):
         self.trainable = torch.nn.ParameterList(policy.trainable.values())
         self.policy, self.config, self.max_tokens = policy, config, max_tokens
 
-    def forward(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, Statistic]]:
-        """Return (loss of its rows, {name: statistic}).
+    def forward(
+        self, micro_batch: MicroBatch | None
+    ) -> tuple[torch.Tensor, dict[str, Statistic]] | None:
+        """Return (loss of its rows, {name: statistic}); without one see `join_other_ranks`.
 
         The loss is normalised over the whole step and multiplied by the task's weight.
 
@@ -282,6 +295,8 @@ class MicroBatchLoss(torch.nn.Module):
         and mean difference, and KL(sampler || scorer) by k3. They are meaningful under the weights
         that sampled.
         """
+        if micro_batch is None:
+            return self.policy.engine.take_part()
         scored, rows = micro_batch.scored, micro_batch.rows
         denominators = micro_batch.denominators
         scores = self.policy.score(scored.rollout, rows)
@@ -349,3 +364,19 @@ class MicroBatchLoss(torch.nn.Module):
         if scored.reference:
             statistics["kl_div"] = (stats["kl"], tokens)
         return loss, statistics
+
+
+def join_other_ranks(ddp: torch.nn.Module, policy: Policy, num_micro_batches: int):
+    """Take part in the micro-batches that other ranks have beyond the `num_micro_batches` here.
+
+    With --fsdp, by which ranks gather layers together, a collective; else nothing happens. It comes
+    before this rank's own: in the last one gradients are averaged, so all ranks must be at theirs.
+
+    Args:
+        ddp: of `MicroBatchLoss`, through which it goes, as DDP's first forwards are collectives.
+    """
+    if policy.sharded_vision is None:
+        return
+    for _ in range(max(process_group.gather_objects(num_micro_batches)) - num_micro_batches):
+        with process_group.sync_gradients(ddp, last=False):
+            ddp(None)

@@ -37,7 +37,7 @@ from rl_train.grpo import group_advantages
 from rl_train.loggers.metrics import StepMetrics
 from rl_train.loggers.tensorboard import RunLogger
 from rl_train.loggers.text_log import TextLog
-from rl_train.loss import MicroBatchLoss, reference_scores
+from rl_train.loss import MicroBatchLoss, join_other_ranks, reference_scores
 from rl_train.rewards.combine import combine
 from rl_train.run.build import Run, roles_to_keep
 from rl_train.run.error_report import ErrorReporter
@@ -61,6 +61,7 @@ def train(run: Run, loader: DataLoader, end_step: StepCallback):
     for loaded in loader:  # B samples
         # They stand in for pixel_values: computed once per image, for all rows, tasks and roles.
         features = policy.encode(loaded)
+        policy.unshard_base(vision=config.rollout.resample_equal_groups > 0)  # with --fsdp
         # Each task in turn; again for samples in the place of those whose rewards are all equal.
         for task, batch, image_features in resampler.rounds(step, loaded, features):
             rng = run.rng(task, batch)  # from (seed, step, task, sample, generation) alone
@@ -83,6 +84,8 @@ def train(run: Run, loader: DataLoader, end_step: StepCallback):
             continue
         if step.prepare_update():  # False if all rewards of each group are equal
             for iteration in range(optim.num_iterations):
+                num_micro_batches = step.count_micro_batches(optim.micro_batch_size)
+                join_other_ranks(ddp, policy, num_micro_batches)  # with --fsdp
                 for part in step.micro_batches(optim.micro_batch_size):
                     with sync_gradients(ddp, part.is_last):  # else ddp.no_sync()
                         # Log-probs with gradient, by a full forward: `Policy.score`.

@@ -25,6 +25,7 @@ def free_port() -> int:
 def rank_environments() -> list[dict[str, str]]:
     """Variables that torchrun sets for two processes of one machine."""
     where = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    where |= dict(LOCAL_WORLD_SIZE="2")
     return [where | dict(RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
 
 

@@ -196,6 +196,8 @@ def write(
     Raises FloatingPointError, on all ranks, if a weight is not finite; CannotWrite as `replacing`.
     """
     state.check_finite()
+    # On all ranks: a state dict would reshard the layers of the first rank alone.
+    state.policy.reshard_base()
     rng = gather_objects(torch.get_rng_state())
     if not is_main:
         return

@@ -74,6 +74,13 @@ class PolicyConfig:
         default_is="all weights in --dtype",
         choices=["4bit", "8bit"],
     )
+    fsdp: bool = flag(
+        False,
+        "share the layers of the frozen LLM and vision encoder out over the GPUs of each host "
+        "(FSDP2): an update gathers a layer while it computes with it, sampling the whole LLM",
+        family="sa2va",
+        free_on_resume=True,
+    )
     max_tiles: int = flag(
         1,
         "largest number of tiles into which an image is cut, up to 12; with 1 the model sees the "

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from rl_train.distributed.fsdp import ShardedLayers
 from rl_train.engine import hf_backend, packed_forward
 from rl_train.engine.decode import Decoder
 from rl_train.engine.fused_weights import FusedModel, unsupported
@@ -51,6 +53,9 @@ class Engine:
     model's parameters become views. Call `release` before saving, moving, merging or unloading the
     model.
 
+    After `shard` this rank keeps a part of each layer. `unshard` then comes before forwards without
+    gradient, `reshard` before those with gradient.
+
     Args:
         language_model: has .model, .lm_head, .config and get_input_embeddings() as a causal LM of
             transformers, is frozen but for its LoRA, which is attached already.
@@ -82,19 +87,62 @@ class Engine:
         dynamic = config.rope_parameters["rope_type"] == "dynamic"
         self.max_positions = config.max_position_embeddings if dynamic else None
         self._fused = self._decoder = None
+        self.sharded: ShardedLayers | None = None
+        self.gathered_at: list[int] = []  # addresses of the matrices at the last `unshard`
+
+    def shard(self, mesh: DeviceMesh):
+        """Keep this rank's part of each layer from now on; before the engine's first use."""
+        assert self._fused is None and self.gradient_checkpointing
+        model = self.language_model.model
+        self.sharded = ShardedLayers(model, model.layers, mesh)
+
+    def unshard(self):
+        """Gather the layers in shards until `reshard`: a collective, if they are not gathered."""
+        if self.sharded is None:
+            return
+        fused = self.fused(self.language_model.lm_head.weight)
+        if fused is None:
+            self.sharded.unshard()
+        elif not fused.is_whole:
+            fused.unshard()
+            if self.gathered_at != (addresses := fused.addresses()):
+                self.gathered_at = addresses
+                self.free_cache()  # its graphs read the former addresses
+
+    def reshard(self):
+        """Free the gathered layers; those with gradient gather each layer while it computes."""
+        if self.sharded is not None:
+            self.sharded.reshard()
+            if self._fused is not None:
+                self._fused.reshard()
+
+    def take_part(self):
+        """Gather the layers as another rank does in a `score` with gradient and its backward."""
+        self.reshard()
+        self.sharded.take_part()
+
+    def _check_sharded(self, fused: FusedModel | None):
+        """Raise AssertionError if layers in shards are not as the next forward needs them."""
+        if self.sharded is not None:
+            is_whole = (fused or self.sharded).is_whole
+            assert is_whole != torch.is_grad_enabled(), (
+                "call unshard() before forwards without gradient, reshard() before those with it"
+            )
 
     def fused(self, tensor: torch.Tensor) -> FusedModel | None:
         """Return the fused matrices, made at first use; None if the model's own modules compute."""
         if tensor.device.type not in self.fast_on:
             return None
         if self._fused is None:
-            self._fused = FusedModel(self.language_model, self.head_norm is not None)
+            before_norm = self.head_norm is not None
+            self._fused = FusedModel(self.language_model, before_norm, self.sharded)
             self._decoder = Decoder(self._fused)
         self._fused.check()
         return self._fused
 
     def release(self):
         """Give the model's parameters storage of their own again; free what the engine holds."""
+        assert self.sharded is None, "layers in shards cannot be saved: load the base anew"
         if self._fused is not None:
             self._fused.release()
         self._fused = self._decoder = None
@@ -146,7 +194,9 @@ class Engine:
             temperature=self.temperature,
             uniforms=uniforms,
         )
-        if self.fused(embeds) is None:  # the model's own modules
+        fused = self.fused(embeds)
+        self._check_sharded(fused)
+        if fused is None:  # the model's own modules
             return hf_backend.generate(
                 self.language_model, embeds, mask, position_ids_cpu, params, self.head_norm
             )
@@ -177,6 +227,7 @@ class Engine:
         packed = pack(mask, position_ids_cpu, prompt, ids, valid, self.pad_id)
         self._check_positions(packed.position_ids)
         embeds, fused = hf_backend.follow(model, embeds, packed.ids), self.fused(embeds)
+        self._check_sharded(fused)
         if fused is None:
             bias, position_ids_cpu = packed.bias(embeds.dtype, device), packed.position_ids
             hidden = hf_backend.hidden_states(
@@ -213,6 +264,7 @@ class Engine:
         mask, position_ids_cpu = _to_cpu(attention_mask, position_ids)
         self._check_positions(position_ids_cpu)
         fused = self.fused(embeds)
+        self._check_sharded(fused)
         if fused is None:
             hidden = hf_backend.hidden_states(self.language_model, embeds, mask, position_ids_cpu)
             return hidden[:, -num_last:]  # prompts are padded on the left

@@ -1,5 +1,7 @@
 """Weights of a decoder LLM as few matrices, of which its parameters are views while in use.
 
+Of layers in shards (--fsdp) the matrices are copies, made when a layer is gathered.
+
 Linears that read one input are one product. Of [Wq; Wk; Wv; Aq; Ak; Av] the W are the model's
 frozen weights, of which there is one copy in memory; the rows of the LoRA are copied in from the
 live float32 parameters, of whatever role is active, by `refresh`. Only what autograd is to follow
@@ -8,13 +10,15 @@ reads the parameters themselves.
 Letters: r LoRA rank, k linears of one input, D head size, V vocabulary, C width.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch._functorch.config
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
+from rl_train.distributed.fsdp import ShardedLayers
 from rl_train.engine import decode_torch, layer_vjp, layers
 from rl_train.engine.families import Family, family_of
 
@@ -24,32 +28,41 @@ class FusedLinears:
 
     Args:
         modules: the linears.
+        sharded: whether their weights are in shards: then there is a matrix from `fill` to `free`.
 
     Attributes:
         sources, targets: A, B of the first linear, of the second, ..: parameters and their copies.
         live, copied: the linears as `layers.linear` takes them; their LoRA is the parameters
             themselves, or their copies.
+        sizes: outputs of each linear.
     """
 
-    def __init__(self, modules: list[nn.Module]):
+    def __init__(self, modules: list[nn.Module], sharded: bool = False):
         self.bases = [_base(module) for module in modules]
         self.loras = [_lora(module) for module in modules if isinstance(module, LoraLinear)]
-        self.sources, self.targets = [p for lora in self.loras for p in lora[:2]], []
-        self._fill()
+        self.sources, self.sharded = [p for lora in self.loras for p in lora[:2]], sharded
+        self.sizes = [base.out_features for base in self.bases]
+        self.free()
+        if not sharded:
+            self.fill()
 
-    def _fill(self):
-        """Make the matrix, of which the linears' parameters become views, with the LoRA in use."""
-        bases, loras = self.bases, self.loras
-        sizes, scaling = [base.out_features for base in bases], loras[0][2] if loras else 0.0
-        outputs = sum(sizes)
+    def free(self):
+        """Let go of the matrix."""
+        self.live = self.copied = None
+        self.targets = []
+
+    def fill(self):
+        """Make the matrix with the LoRA in use, if not in shards as the parameters' storage."""
+        bases, loras, sizes, views = self.bases, self.loras, self.sizes, not self.sharded
+        scaling, outputs = loras[0][2] if loras else 0.0, sum(sizes)
         new, rank = bases[0].weight.new_zeros, len(loras[0][0]) if loras else 0
         a = new(rank * len(loras), bases[0].in_features)
         # (outputs + k*r, inputs)
-        weight, bias = _joined([base.weight for base in bases], a), None
+        weight, bias = _joined([base.weight for base in bases], a, views), None
         if any(base.bias is not None for base in bases):
             assert all(base.bias is not None for base in bases), "a bias on some linears only"
             # LoRA's A have no bias: zeros stand in their rows.
-            bias = _joined([base.bias for base in bases], a[:, 0])
+            bias = _joined([base.bias for base in bases], a[:, 0], views)
         joined_b, rows_b = None, ()
         if loras:
             joined_b = new(outputs, rank)
@@ -72,24 +85,51 @@ class FusedLinears:
         )
 
 
-def _joined(parameters, padding) -> torch.Tensor:
-    """Stack the parameters, which become views of the result, and `padding` below them."""
+def _joined(parameters, padding, views=True) -> torch.Tensor:
+    """Stack the parameters and `padding`; with `views` the parameters become views of it."""
     joined = torch.cat([*(p.data for p in parameters), padding])
-    for parameter, rows in zip(parameters, joined.split([*map(len, parameters), len(padding)])):
-        parameter.data = rows
+    if views:
+        sizes = [*map(len, parameters), len(padding)]
+        for parameter, rows in zip(parameters, joined.split(sizes)):
+            parameter.data = rows
     return joined
 
 
 class FusedLayer:
     """A decoder layer in the form that `layers` takes.
 
+    Args:
+        sharded: see `FusedLinears`.
+
     Attributes:
         live, copied: its weights; their LoRA is the parameters themselves, or their copies.
         sources, targets: parameters of its LoRA and their copies.
     """
 
-    def __init__(self, layer: nn.Module, family: Family):
-        linears = [FusedLinears(_modules(layer, names)) for names in family.linears]
+    def __init__(self, layer: nn.Module, family: Family, sharded: bool = False):
+        self.module, self.family = layer, family
+        self.linears = [FusedLinears(_modules(layer, names), sharded) for names in family.linears]
+        self.sources = [source for group in self.linears for source in group.sources]
+        self.qkv_sizes = self.linears[0].sizes
+        self._collect()
+
+    def gather(self):
+        """Make the matrices of a layer in shards, which is whole only meanwhile; a collective."""
+        self.module.unshard()
+        for group in self.linears:
+            group.fill()
+        self.module.reshard()
+        self._collect()
+
+    def free(self):
+        """Let go of the matrices of a layer in shards."""
+        for group in self.linears:
+            group.free()
+        self._collect()
+
+    def _collect(self):
+        """Take over what the groups of linears have."""
+        layer, family = self.module, self.family
         self.live, self.copied = (
             layers.Layer(
                 norm=norm_of(layer.get_submodule(family.norm)),
@@ -100,10 +140,11 @@ class FusedLayer:
                 gate_up=gate_up,
                 down=down,
             )
-            for qkv, out, gate_up, down in zip(*[(group.live, group.copied) for group in linears])
+            for qkv, out, gate_up, down in zip(
+                *[(group.live, group.copied) for group in self.linears]
+            )
         )
-        self.sources = [source for group in linears for source in group.sources]
-        self.targets = [target for group in linears for target in group.targets]
+        self.targets = [target for group in self.linears for target in group.targets]
 
 
 def norm_of(module: nn.Module) -> layers.Norm:
@@ -124,9 +165,18 @@ class FusedModel:
     Args:
         language_model: one for which `unsupported` returns None.
         before_norm: whether its last hidden states are those before the final norm.
+        sharded: its layers, if they are in shards.
+
+    Attributes:
+        is_whole: whether the matrices of all layers are there.
     """
 
-    def __init__(self, language_model: nn.Module, before_norm: bool = False):
+    def __init__(
+        self,
+        language_model: nn.Module,
+        before_norm: bool = False,
+        sharded: ShardedLayers | None = None,
+    ):
         model, head, config = language_model.model, language_model.lm_head, language_model.config
         self.model, self.head, self.final_norm = model, head, norm_of(model.norm)
         self.before_norm, self.family = before_norm, family_of(model.layers[0])
@@ -135,7 +185,8 @@ class FusedModel:
         aligning = head.weight.new_zeros(-len(head.weight) % 64, head.weight.shape[1])
         self.padded_head = _joined([head.weight], aligning)
         self.embedding = model.embed_tokens.weight.data  # (V, C)
-        self.layers = [FusedLayer(layer, self.family) for layer in model.layers]
+        self.is_sharded, self.is_whole = sharded is not None, sharded is None
+        self.layers = [FusedLayer(layer, self.family, self.is_sharded) for layer in model.layers]
         # (sources, targets) of all layers in one list: one call copies the LoRA.
         self.sources = [source for layer in self.layers for source in layer.sources]
         self.targets = [target for layer in self.layers for target in layer.targets]
@@ -150,7 +201,7 @@ class FusedModel:
         self.axis = torch.tensor(axes, device=head.weight.device)  # (D/2,)
         self.num_kv = config.num_key_value_heads
         num_heads = config.num_attention_heads + 2 * self.num_kv  # of q, k and v
-        self.head_size = sum(self.layers[0].live.qkv.sizes) // num_heads
+        self.head_size = sum(self.layers[0].qkv_sizes) // num_heads
         # What computes a token of the sampler, and the functions of a layer beside attention.
         self.decode_ops, self.functions = decode_torch, layer_vjp.FUNCTIONS
         if head.weight.is_cuda:
@@ -179,11 +230,52 @@ class FusedModel:
         module, lora = self.model.layers[0].get_submodule(self.family.qkv[0]), ()
         if isinstance(module, LoraLinear):
             lora = (module.merged, module.disable_adapters, tuple(module.active_adapters))
-        return id(module), _base(module).weight.data_ptr(), *lora
+        address = None if self.is_sharded else _base(module).weight.data_ptr()
+        return id(module), address, *lora
+
+    def unshard(self):
+        """Gather all layers in shards until `reshard`: a collective."""
+        for number in range(len(self.layers)):
+            self._gather(number, then=number + 1)
+        self.targets = [target for layer in self.layers for target in layer.targets]
+        self.is_whole = True
+
+    def reshard(self):
+        """Let go of all layers in shards."""
+        for layer in self.layers:
+            layer.free()
+        self.targets, self.is_whole = [], False
+
+    def addresses(self) -> list[int]:
+        """Return where the matrices of all layers lie, which a CUDA graph has captured."""
+        groups = [group.copied for layer in self.layers for group in layer.linears]
+        tensors = [t for g in groups for t in (g.weight, g.bias, g.joined_b) if t is not None]
+        return [tensor.data_ptr() for tensor in tensors]
+
+    @contextlib.contextmanager
+    def present(self, number: int, then: int) -> Iterator[layers.Layer]:
+        """Context in which the copied weights of a layer are there.
+
+        Args:
+            then: number of the layer that is needed next; beyond the layers: none.
+        """
+        layer = self.layers[number]
+        if not self.is_whole:
+            self._gather(number, then)
+        yield layer.copied
+        if not self.is_whole:
+            layer.free()
+
+    def _gather(self, number: int, then: int):
+        """Gather a layer in shards; begin with the next, which goes on while this one computes."""
+        self.layers[number].gather()
+        if 0 <= then < len(self.layers):
+            self.layers[then].module.unshard(async_op=True)  # its `gather` waits for it
 
     def refresh(self):
-        """Copy the active LoRA into the fused matrices."""
-        _copy(self.targets, self.sources)
+        """Copy the active LoRA into the fused matrices, as `present` does where it gathers."""
+        if self.is_whole:
+            _copy(self.targets, self.sources)
         self.copied_from = address(self.sources)
 
     def follow(self):

@@ -15,7 +15,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from rl_train.engine import varlen_attention
 from rl_train.engine.fused_weights import FusedModel, address
-from rl_train.engine.layers import Layer, Rotation, any_number
+from rl_train.engine.layers import Rotation, any_number
 from rl_train.engine.packing import Layout
 from sa2va_hf.to_device import to_device
 
@@ -64,7 +64,7 @@ def hidden_states(
             if recompute:
                 # Inputs of the Function, as autograd asks derivatives of inputs only.
                 residual = _Checkpoint.apply(
-                    fused, layer.copied, rotation, runs, residual, *layer.sources
+                    fused, number, rotation, runs, residual, *layer.sources
                 )
             else:
                 weights = layer.live if with_gradient else layer.copied
@@ -97,7 +97,7 @@ class _Checkpoint(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx,
         fused: FusedModel,
-        layer: Layer,
+        number: int,
         rotation: Rotation,
         runs: varlen_attention.VarlenSegments,
         residual: torch.Tensor,
@@ -105,15 +105,16 @@ class _Checkpoint(torch.autograd.Function):
     ) -> torch.Tensor:
         functions = fused.functions
         residual = residual.detach()  # as in the backward: one graph for all layers
-        any_number(residual)
-        q, k, v = functions.before_attention(residual, layer, rotation)
-        attended = varlen_attention.attend(q, k, v, runs)
-        del q, k, v  # freed before the MLP, the layer's peak of memory
-        mixed = attended[0]
-        any_number(residual, mixed)
-        out = functions.behind_attention(residual, mixed, layer)
+        with fused.present(number, then=number + 1) as layer:
+            any_number(residual)
+            q, k, v = functions.before_attention(residual, layer, rotation)
+            attended = varlen_attention.attend(q, k, v, runs)
+            del q, k, v  # freed before the MLP, the layer's peak of memory
+            mixed = attended[0]
+            any_number(residual, mixed)
+            out = functions.behind_attention(residual, mixed, layer)
         ctx.save_for_backward(*lora, residual, *attended)
-        ctx.fused, ctx.layer, ctx.rotation, ctx.runs = fused, layer, rotation, runs
+        ctx.fused, ctx.number, ctx.rotation, ctx.runs = fused, number, rotation, runs
         ctx.lora_address = address(lora)
         return out
 
@@ -127,13 +128,13 @@ class _Checkpoint(torch.autograd.Function):
             "another LoRA came into use between a checkpointed forward and its backward"
         )
         fused.follow()  # forwards of other roles may have run in between
-        layer, rotation = ctx.layer, ctx.rotation
-        mixed = attended[0]
-        any_number(d, residual, mixed)
-        # Backward through the MLP and the output projection, without their forward.
-        d, d_mixed, *by_rest = functions.behind_attention_vjp(d, residual, mixed, layer)
-        q, k, v = functions.before_attention(residual, layer, rotation)
-        by_heads = varlen_attention.attend_vjp(d_mixed, q, k, v, ctx.runs, *attended)
-        any_number(d, *by_heads)
-        d, *by_qkv = functions.before_attention_vjp(d, by_heads, residual, layer, rotation)
+        rotation, mixed = ctx.rotation, attended[0]
+        with fused.present(ctx.number, then=ctx.number - 1) as layer:
+            any_number(d, residual, mixed)
+            # Backward through the MLP and the output projection, without their forward.
+            d, d_mixed, *by_rest = functions.behind_attention_vjp(d, residual, mixed, layer)
+            q, k, v = functions.before_attention(residual, layer, rotation)
+            by_heads = varlen_attention.attend_vjp(d_mixed, q, k, v, ctx.runs, *attended)
+            any_number(d, *by_heads)
+            d, *by_qkv = functions.before_attention_vjp(d, by_heads, residual, layer, rotation)
         return None, None, None, None, d, *by_qkv, *by_rest  # in the order of forward's inputs

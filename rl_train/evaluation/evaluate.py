@@ -103,6 +103,7 @@ def evaluate(
     Raises:
         FloatingPointError: on all ranks, if a model's outputs are not finite.
     """
+    policy.unshard_base(vision=True)  # ranks may have different numbers of batches
     tokens = spec.max_new_tokens
     columns, faults = {name: [] for name in names}, set()
     loader = eval_loader(

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from rl_train.config.grpo_config import PolicyConfig
 from rl_train.data.errors import DamagedSample
 from rl_train.data.text import MARKER
+from rl_train.distributed.fsdp import ShardedLayers
 from rl_train.engine import Completions, Engine, ScoreOutput, StopText
 from rl_train.rollout import Batch, Preprocessor, Rollout
 from rl_train.utils.nan_check import NanWatcher
@@ -43,6 +44,7 @@ class Policy(Protocol):
     trainable: dict[str, torch.nn.Parameter]  # float32, by the model's own names
     group_of: dict[str, str]  # {name of a trainable: its group}, by which gradient norms are logged
     encoders_train: bool = False  # True if `encode` has a gradient
+    sharded_vision: ShardedLayers | None = None  # blocks of the vision encoder, with --fsdp
     nan_watcher: NanWatcher  # names of the outputs, in any role, that had a NaN or infinity
 
     @property
@@ -126,6 +128,28 @@ class Policy(Protocol):
         prompts = rollout.prompts.select(range(len(rollout))[rows])
         return self.score_answers(rollout.features, prompts, rollout.ids[rows], rollout.valid[rows])
 
+    def shard_base(self):
+        """Keep this rank's part of the frozen layers from now on (--fsdp). A collective."""
+
+    def unshard_base(self, vision: bool = False):
+        """Gather the LLM's layers for what follows without gradient: see `distributed.fsdp`.
+
+        With --fsdp a collective, else nothing happens.
+
+        Args:
+            vision: gather the vision encoder too, so that ranks may `encode` different numbers of
+                times. Else each `encode` gathers its blocks, block by block.
+        """
+        if self.sharded_vision is not None:
+            self.engine.unshard()
+            self.sharded_vision.unshard() if vision else self.sharded_vision.reshard()
+
+    def reshard_base(self):
+        """Free what `unshard_base` gathered, before a forward with gradient."""
+        if self.sharded_vision is not None:
+            self.engine.reshard()
+            self.sharded_vision.reshard()
+
     def score_answers(
         self,
         images: Features,
@@ -134,6 +158,8 @@ class Policy(Protocol):
         valid: torch.Tensor,
     ) -> ScoreOutput:
         """Score answers as `score` does: tokens ids (n, T) where valid (n, T), to n prompts."""
+        if torch.is_grad_enabled():
+            self.reshard_base()
         prompts, prompt_index = prompts.distinct()  # rows of one prompt share its forward
         with self.autocast():
             embeds, mask, positions = self.embed(images, prompts, ids.shape[1])

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl_train.config.grpo_config import PolicyConfig
 from rl_train.data.text import phrase
+from rl_train.distributed.fsdp import ShardedLayers, host_mesh
 from rl_train.engine import Completions, Engine, ScoreOutput, StopText
 from rl_train.engine.packing import input_mask
 from rl_train.policies import lora
@@ -61,6 +62,7 @@ GROUPS = TRAINABLE | {
 }
 LINEARS = rf".*language_model\..*\.({'|'.join(lora.PROJECTIONS)})"  # of a Qwen-VL's text decoder
 ENCODERS = {"vision", "sam2_encoder"}  # groups that train through `encode`
+DRAWN = ("outline", "box")  # region prompts that are drawn on the image
 # Modules kept in float32 under a bf16 base, because they train or stand between trained ones.
 FLOAT32_MODULES = [
     "mlp1",
@@ -159,6 +161,22 @@ class Sa2VAPolicy(Policy):
             gradient_checkpointing=config.gradient_checkpointing,
         )
 
+    def shard_base(self):
+        """Keep this rank's part of the frozen layers from now on (--fsdp). A collective.
+
+        Raises:
+            ValueError: regions are drawn on images, which are then encoded anew for each prompt.
+        """
+        if self.region_prompt in DRAWN:
+            raise ValueError(
+                f"--fsdp: not with --region_prompt {self.region_prompt}, by which ranks encode "
+                "images at times of their own: give --region_prompt tokens, or leave --fsdp out"
+            )
+        mesh, vision = host_mesh(self.device), self.model.vision_model
+        self.engine.shard(mesh)
+        self.sharded_vision = ShardedLayers(vision, vision.encoder.layer, mesh)
+        torch.cuda.empty_cache()  # the whole layers' memory: pieces that fit nothing else
+
     def save_merged(self, folder: Path, dtype: torch.dtype | None = None):
         """Write the model with the LoRA merged in, in `dtype` or that of its own folder.
 
@@ -208,7 +226,7 @@ class Sa2VAPolicy(Policy):
             vision, tiles, grids = self.model.encode_images(inputs.tiles)
             pixels = normalise_sam_pixels(pixels, self.rounded_normalisation)
             sam = self.model.sam_features(pixels)
-        draws = self.region_prompt in ("outline", "box")
+        draws = self.region_prompt in DRAWN
         return ImageFeatures(
             vision,
             tiles,
@@ -436,11 +454,13 @@ def check_folders(config: PolicyConfig):
             f"--region_prompt {config.region_prompt}: a Sa2VA of {name} is asked about regions by "
             f"{' or '.join(ways)}"
         )
-    if config.region_prompt in ("outline", "box") and config.max_tiles != 1:
+    if config.region_prompt in DRAWN and config.max_tiles != 1:
         raise ValueError(
             f"--region_prompt {config.region_prompt}: a region is drawn on one tile, not on those "
             f"of --max_tiles {config.max_tiles}"
         )
+    if config.fsdp and name != "InternVL":
+        raise ValueError(f"--fsdp: shards a Sa2VA of InternVL, and this is of {name}: leave it out")
     if config.max_tiles != 1 and name != "InternVL":
         raise ValueError(f"--max_tiles {config.max_tiles}: the image of a {name} has no tiles")
 

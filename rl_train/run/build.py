@@ -15,7 +15,7 @@ from rl_train.config.grpo_config import Config, PolicyConfig, RewardConfig, Upda
 from rl_train.data.base import RegionDataset
 from rl_train.data.distractors import unwrap_subset
 from rl_train.data.loader import StepSampler
-from rl_train.distributed.process_group import RankInfo, print0
+from rl_train.distributed.process_group import RankInfo, gather_objects, print0
 from rl_train.loggers.phases import PhaseRecorder
 from rl_train.policies.base import Policy
 from rl_train.policies.registry import FAMILIES, build_policy, family_of
@@ -123,6 +123,9 @@ def build(
         max_tokens,
         ranks.device,
     )
+    if config.policy.fsdp:
+        gather_objects(None)  # a rank that failed to load says so here
+        policy.shard_base()
     kept_roles = roles_to_keep(config.task_classes, config.samples_answers)
     # A resumed run measures its initial weights before it forgets them: `train_and_evaluate`.
     until_evaluated = ("reference",) if config.run.resume else ()

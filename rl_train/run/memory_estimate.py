@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 
+from rl_train.distributed.fsdp import held_bytes
 from rl_train.policies.base import Policy
 from rl_train.roles import COPIES
 
@@ -19,9 +20,12 @@ def standing_memory(
     if "offload_roles" in low_memory and policy.device.type == "cuda":
         copies = ()
     weights = sum(parameter.nbytes for parameter in policy.trainable.values())
-    base = sum(parameter.nbytes for parameter in policy.model.parameters()) - weights
+    base = {"frozen base": held_bytes(policy.model.parameters()) - weights}
+    if policy.engine.sharded:
+        gathered = {"LLM gathered to sample": policy.engine.sharded.nbytes}
+        base = {"part of the frozen base": base["frozen base"]} | gathered
     trained = {"trainable weights": 1} | ({" and ".join(copies): len(copies)} if copies else {})
     # AdamW's two moments, in 8 bits a quarter of float32, and the gradient.
     moments = 0.5 if "adamw_8bit" in low_memory else 2
     trained |= {"optimizer": moments, "gradients": 1}
-    return {"frozen base": base} | {part: int(n * weights) for part, n in trained.items()}
+    return base | {part: int(n * weights) for part, n in trained.items()}

@@ -13,6 +13,7 @@ from rl_train.cli import check_nothing_in_the_way, check_output_dir, check_same
 from rl_train.config.grpo_config import Config, PolicyConfig
 from rl_train.data.loader import Batches, eval_loader
 from rl_train.distributed import process_group
+from rl_train.distributed.fsdp import check_ranks_of_host
 from rl_train.distributed.process_group import RankInfo, print0
 from rl_train.loggers.text_log import TextLog
 from rl_train.loggers.wandb import start_wandb
@@ -49,6 +50,8 @@ def start_run(config: Config, ranks: RankInfo) -> Run:
     messages.print_warning(messages.unused_gpu(ranks))
     config = replace(config, policy=download_models(config.policy))
     check_model(config.policy, families_of(config.task_classes))
+    if config.policy.fsdp:
+        check_ranks_of_host()
     if "adamw_8bit" in config.optim.low_memory:
         require_library("--low_memory adamw_8bit")
     has_begun = check_folder(config, ranks)
@@ -162,6 +165,7 @@ def calibrate_actions(run: Run):
     train_set, config = run.data.train_set, run.config.rollout
     order = torch.randperm(len(train_set), generator=torch.Generator().manual_seed(0))
     samples = Subset(train_set, order[:CALIBRATION_SAMPLES].tolist())
+    run.state.policy.unshard_base(vision=True)
     for task in run.state.tasks:
         if task.action:
             batches = eval_loader(samples, run.preprocessor(), config.batch_size, num_workers=0)

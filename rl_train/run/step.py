@@ -14,6 +14,7 @@ from rl_train.loss import (
     MicroBatch,
     ReferenceScores,
     ScoredRollout,
+    count_micro_batches,
     divide_by_batch_std,
     iter_micro_batches,
     loss_denominators,
@@ -82,6 +83,10 @@ class Step:
         self.denominators, has_signal = loss_denominators(self.rollouts, self.num_ranks)
         self.in_update = select_for_update(self.rollouts, self.config)
         return has_signal
+
+    def count_micro_batches(self, size: int) -> int:
+        """Return how many `micro_batches` yields on this rank."""
+        return count_micro_batches(self.in_update, size)
 
     def micro_batches(self, size: int) -> Iterator[MicroBatch]:
         """Yield at most `size` rows of a rollout at a time; count the statistics of each."""

@@ -37,8 +37,8 @@ class Timed:
     )
     sizes: str = flag(
         "4b",
-        "of the model: 1b, 4b, 8b, internvl3-8b, sa2va-qwen3-4b, sa2va-qwen-7b = Sa2VA of these; "
-        "qwen-7b = Qwen2.5-VL-7B and SAM2 large, qwen3-4b = Qwen3-VL-4B and SAM2 large, for "
+        "of the model: 1b, 4b, 8b, 26b, internvl3-8b, sa2va-qwen3-4b, sa2va-qwen-7b = Sa2VA of "
+        "these; qwen-7b = Qwen2.5-VL-7B and SAM2 large, qwen3-4b = Qwen3-VL-4B and SAM2 large, for "
         "points; names with tiny = to try the code on a CPU",
         choices=SIZES,
     )

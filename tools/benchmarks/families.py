@@ -77,6 +77,28 @@ INTERNLM2_7B = dict(
     num_key_value_heads=8,
     vocab_size=92558,
 )
+INTERNLM2_20B = dict(
+    hidden_size=6144,
+    intermediate_size=16384,
+    num_hidden_layers=48,
+    num_attention_heads=48,
+    num_key_value_heads=8,
+    vocab_size=92558,
+)
+INTERNVIT_6B = dict(
+    architectures=["InternVisionModel"],
+    image_size=448,
+    patch_size=14,
+    hidden_size=3200,
+    num_hidden_layers=45,
+    num_attention_heads=25,
+    intermediate_size=12800,
+    qk_normalization=True,
+    norm_type="rms_norm",
+    qkv_bias=False,
+    layer_norm_eps=1e-6,
+    hidden_act="gelu",
+)
 
 
 def of_internvl(base: dict, llm: dict, template: str) -> dict:
@@ -115,6 +137,7 @@ CONFIGS = {
     "1b": CONFIG_4B | dict(llm_config=CONFIG_4B["llm_config"] | QWEN2_HALF_B),
     "4b": CONFIG_4B,
     "8b": of_internlm2(CONFIG_4B, INTERNLM2_7B),
+    "26b": of_internlm2(CONFIG_4B | dict(vision_config=INTERNVIT_6B), INTERNLM2_20B),
     "internvl3-8b": of_internvl(CONFIG_4B, QWEN2_7B, "qwen_chat"),
     "sa2va-qwen3-4b": of_qwen(qwen.QWEN3_4B, 151674),
     "sa2va-qwen-7b": of_qwen(qwen.QWEN_7B, 151670),

@@ -131,6 +131,8 @@ def measure_rank(options: Options) -> dict | None:
             ratio_to_floor=summarised["total"] / floor,
             waiting=waiting(steps),
             peak_gib=w.peak,
+            # GiB on the first rank
+            peaks={p: max(c.peaks.get(p, 0.0) for c in clocks) for p in clocks[0].seconds},
             rounds=[[sum(phases.values()) for phases in step] for step in steps],
             phases=summarised["phases"],
             exchange_seconds=exchanged.seconds,

@@ -23,7 +23,14 @@ from rl_train.distributed import process_group
 from rl_train.distributed.process_group import RankInfo, distributed_data_parallel, sync_gradients
 from rl_train.grpo import group_advantages
 from rl_train.loggers.metrics import PhaseTimer, StepMetrics
-from rl_train.loss import MicroBatchLoss, iter_micro_batches, loss_denominators, reference_scores
+from rl_train.loss import (
+    MicroBatchLoss,
+    count_micro_batches,
+    iter_micro_batches,
+    join_other_ranks,
+    loss_denominators,
+    reference_scores,
+)
 from rl_train.loss import ScoredRollout as TaskWork
 from rl_train.policies.quantize import quantize_linears
 from rl_train.policies.qwen_vl import QwenVLPolicy
@@ -190,6 +197,9 @@ class Work:
 
         features = policy.encode(batch)
         end("encode")
+        if policy.sharded_vision is not None:
+            policy.unshard_base()
+            end("gather")
         for number, task in enumerate(state.tasks):
             rng = RowRNG(self.config.run.seed, state.step, number, batch.index, G)
             prompts = task.prompts(batch, features)
@@ -216,6 +226,8 @@ class Work:
             work.append(TaskWork(task, rollout, outcome, reward, advantages, reference))
             end(f"teacher{number + 1}")
         totals, _ = loss_denominators(work, self.ranks.world_size)
+        num_micro_batches = count_micro_batches(work, optim.micro_batch_size)
+        join_other_ranks(self.ddp, policy, num_micro_batches)
         for micro_batch in iter_micro_batches(work, optim.micro_batch_size, totals):
             with sync_gradients(self.ddp, micro_batch.is_last):
                 loss, statistics = self.ddp(micro_batch)
@@ -319,6 +331,8 @@ def random_state(
     lengths = Lengths(options.answer_lengths, ranks.rank)
     policy = random_policy(config, options, policy_class, lengths)
     start_lora(policy.trainable)
+    if config.policy.fsdp:
+        policy.shard_base()
     task_classes = config.task_classes
     kept_roles = roles_to_keep(task_classes, config.samples_answers)
     offload = "offload_roles" in config.optim.low_memory

@@ -183,6 +183,15 @@ def test_scale(tmp_path, output, capsys, monkeypatch):
     assert "gigabytes_exchanged" in capsys.readouterr().out
 
 
+def test_scale_with_a_sharded_base(tmp_path, output):
+    """To gather the LLM is a phase of its own."""
+    sizes = STEP.replace("tiny", "internlm2-tiny")
+    how = f"--rounds 1 --warmup 0 --num_processes 2 {CEILINGS} {sizes} --flags {FLAGS} --fsdp"
+    __main__.main(f"scale {output} {how}".split())
+    (two,) = json.loads((tmp_path / "figures.json").read_text())["runs"]
+    assert set(two["phases"]) == PHASES | {"gather"} and two["phases"]["gather"] > 0
+
+
 @pytest.mark.parametrize(
     "flags, sentence",
     [

@@ -61,6 +61,7 @@ def test_small_one_loads(tmp_path, monkeypatch):
     "sizes, weights",
     [
         ("8b", 8_317_666_866),
+        ("26b", 25_778_005_938),
         ("internvl3-8b", 8_182_606_386),
         ("sa2va-qwen3-4b", 5_057_072_690),
         ("sa2va-qwen-7b", 8_527_539_250),
