@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from rl_train.export.load_policy import open_policy
+from rl_train.policies.sa2va import Sa2VAPolicy
+from sa2va_hf import Sa2VAModel
 from tests.runs import on_one_core
 from tests.tools.experiments.test_pictures import argv_of, source  # noqa: F401
 from tools.demo.seen_masks import (
@@ -17,8 +19,10 @@ from tools.demo.seen_masks import (
     region_means,
 )
 from tools.experiments.base import __main__ as base
+from tools.experiments.base.few_masks import NEW
 from tools.experiments.base.measure import by_group, confusions, probe
 from tools.experiments.pictures import __main__ as pictures
+from tools.experiments.pictures.dataset import CAPTIONED, read_truth
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
 
@@ -109,6 +113,35 @@ def test_one_command_trains_a_base_and_one_measures_it(lab, tmp_path):
     figures = record["heldout"]["groups"]["all"]
     assert figures["regions"] == 8 and 0 <= figures["probe_all"] <= 1
     assert "| openmoji |" in (tmp_path / "measures.md").read_text()
+
+
+def test_the_mirror_of_a_base_keeps_what_sees_and_learns_masks_of_captioned_regions(
+    lab, tmp_path, monkeypatch
+):
+    shared = ["--data_dir", str(lab), "--dtype", "float32", "--num_workers", "0"]
+    base.main(["train", *shared, "--size", "tiny", "--output_dir", str(tmp_path / "0")])
+    taught, decode_masks = [], Sa2VAPolicy.decode_masks
+
+    def decoding(policy, images, image_index, embeddings):
+        taught.append(len(image_index))
+        return decode_masks(policy, images, image_index, embeddings)
+
+    monkeypatch.setattr(Sa2VAPolicy, "decode_masks", decoding)
+    mirror = ["few_masks", *shared, "--base", str(tmp_path / "0/base"), "--steps", "1"]
+    base.main([*mirror, "--batch_size", "16", "--output_dir", str(tmp_path / "few")])
+    before, begin, after = (
+        Sa2VAModel.from_pretrained(folder).state_dict()
+        for folder in (tmp_path / "0/base", tmp_path / "few/begin", tmp_path / "few/base")
+    )
+    for name, value in before.items():
+        is_new = name.startswith(NEW)
+        assert is_new or after[name].equal(value), name
+        if is_new and value.ndim > 1:
+            assert not begin[name].equal(value.float()), name
+    named = [r for r in read_truth(lab / "train") if not r["unnamed"]]
+    captioned = sum(r["part"] == CAPTIONED for r in named)
+    assert 0 < captioned < len(named) / 2
+    assert taught and max(taught) < 16  # of a batch's regions those with captions alone
 
 
 def test_a_folder_without_scenes_is_refused(tmp_path):

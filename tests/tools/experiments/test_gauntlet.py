@@ -11,6 +11,7 @@ from rl_train.evaluation.cycle_metrics import measure_captions
 from rl_train.policies.sa2va_queries import blank_features
 from tests.runs import CHECKPOINT, on_one_core
 from tools.experiments.gauntlet import __main__ as gauntlet
+from tools.experiments.gauntlet import loop2
 from tools.experiments.gauntlet.regions import Regions
 from tools.experiments.scalar_baseline import GRIDS
 
@@ -74,6 +75,30 @@ def test_loop_1_is_measured_by_the_object_found_where_that_is_its_reward(data, t
     assert all(max(of) <= best for best, *of in zip(values["best"]["found"], *picks))
 
 
+def test_loop_2_is_measured_by_the_object_found_and_its_reward_is_the_one_asked_for(
+    data, tmp_path, monkeypatch
+):
+    for name in GRIDS:
+        monkeypatch.setitem(GRIDS, name, ([0.5, 1.0], 1.0))
+    kept, sample_scores = [], loop2.sample_scores
+
+    def keeping(*args):
+        kept.append(sample_scores(*args))
+        return kept[-1]
+
+    monkeypatch.setattr(loop2, "sample_scores", keeping)
+    asked = "--loops 2 --loop2_reward likelihood --loop2_measure found --latent_std 1"
+    gauntlet.main(argv(data, tmp_path / "out", *asked.split()))
+    found = json.loads((tmp_path / "out" / "table.json").read_text())["loop2"]
+    assert all(list(row["measures"]) == ["found", "iou"] for row in found["rows"])
+    names = [row["name"] for row in found["rows"]]
+    assert "best of G by METEOR" in names
+    assert not any("likelihood with the image" in name for name in names)
+    scores = kept[-1]  # of the held-out regions
+    best = scores["iou"].gather(1, scores["likelihood"].argmax(1, keepdim=True))[:, 0]
+    assert found["values"][0]["best"]["iou"] == pytest.approx(best.tolist())
+
+
 def test_held_out_regions_are_read_when_all_is_chosen(monkeypatch):
     """Choosing is given training regions alone; at that time nobody has opened the others."""
     order = []
@@ -84,7 +109,7 @@ def test_held_out_regions_are_read_when_all_is_chosen(monkeypatch):
 
     def loop(name):
         return SimpleNamespace(
-            choose=lambda regions, _, how: (
+            choose=lambda regions, _, *how: (
                 order.append(f"{name} chooses on {regions} by {how}") or name
             ),
             measure=lambda regions, chosen, _: order.append(f"{chosen} measured on {regions}"),
@@ -96,12 +121,13 @@ def test_held_out_regions_are_read_when_all_is_chosen(monkeypatch):
         monkeypatch.setitem(gauntlet.LOOPS, number, ("", loop(str(number))))
     flags = dict.fromkeys("max_prompt_length batch_size num_workers num_generations".split())
     flags |= dict(max_completion_length=8, loop1_reward="found", latent_std=0.5)
+    flags |= dict(loop2_reward="likelihood", loop2_measure="found")
     args = Namespace(loops=[1, 2], **flags)
     gauntlet.results_of(None, "training", "heldout", args)
     assert order == [
         "open training",
-        "1 chooses on training by found",
-        "2 chooses on training by 0.5",
+        "1 chooses on training by ('found',)",
+        "2 chooses on training by (0.5, 'likelihood', 'found')",
         "open heldout",
         "1 measured on heldout",
         "2 measured on heldout",
