@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.data import Subset
 
 from rl_train.evaluation.cycle_metrics import measure_captions
 from rl_train.policies.sa2va_queries import blank_features
@@ -97,6 +98,14 @@ def test_loop_2_is_measured_by_the_object_found_and_its_reward_is_the_one_asked_
     scores = kept[-1]  # of the held-out regions
     best = scores["iou"].gather(1, scores["likelihood"].argmax(1, keepdim=True))[:, 0]
     assert found["values"][0]["best"]["iou"] == pytest.approx(best.tolist())
+
+
+def test_phrases_that_name_a_place_are_left_out():
+    captions = ["owl left of the violin", "owl", "sun behind cloud", "owl above the violin"]
+    kept = gauntlet.without_places(Subset([dict(caption=text) for text in captions], range(4)))
+    assert [sample["caption"] for sample in kept] == ["owl", "sun behind cloud"]
+    with pytest.raises(ValueError, match="--without_places: each phrase of the data names a place"):
+        gauntlet.without_places(Subset([dict(caption=captions[0])], [0]))
 
 
 def test_held_out_regions_are_read_when_all_is_chosen(monkeypatch):

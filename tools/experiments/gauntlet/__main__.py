@@ -23,6 +23,7 @@ from rl_train.data.registry import opener_of
 from rl_train.distributed.process_group import RankInfo
 from rl_train.export.load_policy import find_base, open_policy
 from rl_train.policies.sa2va import Sa2VAPolicy
+from rl_train.rewards.positions import named_part
 from rl_train.utils.command_line import FlagParser, run_program
 from tools.experiments.common import add_region_flags, open_regions, run_alone
 from tools.experiments.gauntlet import loop1, loop2
@@ -68,6 +69,12 @@ def build_parser() -> FlagParser:
         choices=list(loop2.MEASURES),
         default="iou",
         help="of loop 2's masks, by which causes are chosen and compared",
+    )
+    add(
+        "--without_places",
+        action="store_true",
+        help="leave out regions whose phrase names a place (left of the owl), by which the part of "
+        "the image that it names would be a cheap cause",
     )
     subsets = "folders of --data_dir to read (gar, dam), or its split; default: all"
     add("--subsets", nargs="+", default=[], metavar="SUBSET", help=subsets)
@@ -115,6 +122,14 @@ def results_of(
     return {loop: LOOPS[loop][1].measure(regions, chosen[loop], G) for loop in chosen}
 
 
+def without_places(regions: Subset) -> Subset:
+    """Return the regions whose phrase names no part of the image. Raises ValueError if none is."""
+    plain = [i for i in range(len(regions)) if named_part(regions[i]["caption"], (2, 2)) is None]
+    if not plain:
+        raise ValueError("--without_places: each phrase of the data names a place")
+    return Subset(regions, plain)
+
+
 def report(results: dict[int, list[LoopResult]], head: str) -> tuple[str, dict]:
     """Return (markdown, JSON) of {loop: results of the checkpoints}."""
     parts, record = [head], {}
@@ -144,6 +159,8 @@ def run(
     for path in args.model_path:  # said before data are read
         find_base(path, None, "--model_path", Sa2VAPolicy.family)
     chosen_on, heldout = open_regions(args, opener_of(args.dataset, args.subsets))
+    if args.without_places:
+        chosen_on, heldout = without_places(chosen_on), without_places(heldout)
     results = {loop: [] for loop in args.loops}
     for path in args.model_path:
         policy = open_policy(
