@@ -18,7 +18,7 @@ import torch
 
 from rl_train.points.parser import Point, PointPrompt
 from rl_train.rewards.combine import combine
-from rl_train.rewards.iou import mask_iou
+from rl_train.rewards.iou import best_object_iou, mask_iou
 from rl_train.rewards.meteor import meteor, tokenize
 from rl_train.rewards.positions import fraction_in_named_part
 from rl_train.rollout import Batch, RewardOutput, Rollout
@@ -117,12 +117,8 @@ def area(rows: AblatedRows) -> torch.Tensor:
 
 def any_object(rows: AblatedRows) -> torch.Tensor:
     """Return the IoU of each row's mask with the object of its image that it fits best."""
-    rollout, values = rows.rollout, []
-    targets, others = (rollout.of_rows(x) for x in (rollout.batch.masks, rollout.batch.distractors))
-    for mask, target, distractors in zip(rows.outcome.masks, targets, others):
-        objects = torch.cat([target[None], distractors]).to(mask.device)  # (1 + K, H, W)
-        values.append(mask_iou(mask.expand_as(objects), objects).max().item())
-    return torch.tensor(values)
+    batch = rows.rollout.batch
+    return best_object_iou(rows.outcome.masks, batch.masks, batch.distractors)
 
 
 def majority(rows: AblatedRows) -> torch.Tensor:

@@ -84,6 +84,18 @@ def best_objects(
     return torch.tensor(best)
 
 
+def best_object_iou(
+    masks: Sequence[Tensor], targets: Sequence[Tensor], others: Sequence[Tensor]
+) -> Tensor:
+    """Return the IoU (N,) of each mask with the object that it fits best: see `best_objects`."""
+    G, best = len(masks) // len(targets), []
+    for i, (target, distractors) in enumerate(zip(targets, others, strict=True)):
+        objects = torch.cat([target[None], distractors])  # (1 + K, H, W)
+        for mask in masks[i * G : (i + 1) * G]:
+            best.append(_batch_iou(mask.expand_as(objects), objects.to(mask.device), 0.0).max())
+    return torch.stack(best).cpu()
+
+
 def on_target(
     masks: Sequence[Tensor], targets: Sequence[Tensor], others: Sequence[Tensor]
 ) -> Tensor:

@@ -32,7 +32,7 @@ each few_masks "$PYTHON" -m tools.experiments.base few_masks --data_dir "$LAB" -
 for kind in base few_masks/base; do
     each "measure-${kind%/base}" "$PYTHON" -m tools.experiments.base measure --data_dir "$LAB" \
         --model_path "$OUTPUT/SEED/$kind" --output "$OUTPUT/measures-${kind%/base}-SEED.json" --num_samples "$SAMPLES" \
-        --num_workers 4 --dtype "$DTYPE"
+        --num_workers 4 --dtype float32
 done
 gauntlet() { # name of a log, folder of the bases, flags: one table of all seeds
     local name=$1 kind=$2 seed models=()

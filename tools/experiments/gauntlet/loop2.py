@@ -13,6 +13,7 @@ from tqdm import tqdm
 from rl_train.policies.sa2va_queries import caption_likelihood, segment_generated
 from rl_train.rewards import mask_iou
 from rl_train.rewards.ablations import SALIENT, group_iou
+from rl_train.rewards.iou import best_object_iou
 from rl_train.rewards.meteor import require_wordnet
 from rl_train.rewards.positions import fraction_in_named_part
 from rl_train.rollout import Batch, Rollout
@@ -108,12 +109,15 @@ def sample_scores(
 def cheap_scores(
     regions: Regions, rollout: Rollout, features: "ImageFeatures"
 ) -> dict[str, torch.Tensor]:
-    """Return {score: (N,)} of sampled masks, of which none looks at the true one."""
+    """Return {score: (N,)} of sampled masks: none tells the true object from the others."""
     policy, batch, masks = regions.policy, rollout.batch, rollout.latents.masks
     captions, rows = rollout.of_rows(batch.captions), list(range(len(batch)))
     salient = segment_generated(policy, features, rows, [SALIENT] * len(rows), regions.tokens).masks
     blank = regions.blank_features()
     prior = caption_likelihood(policy, blank, [0] * len(masks), masks, captions, regions.tokens)
+    neighbours = rollout.of_rows([*batch.captions[1:], batch.captions[0]])
+    image = rollout.prompts.image_index
+    of_neighbour = caption_likelihood(policy, features, image, masks, neighbours, regions.tokens)
     in_part = [fraction_in_named_part(mask, text) for mask, text in zip(masks, captions)]
     return {
         "confidence": torch.tensor(rollout.latents.confidence),
@@ -121,6 +125,10 @@ def cheap_scores(
         "majority": group_iou(masks, rollout.num_generations),
         "the most salient object": mask_iou(masks, rollout.of_rows(salient)).cpu(),
         "the part named in the phrase": torch.tensor(in_part),
+        "any object: IoU with whichever the mask fits best": best_object_iou(
+            masks, batch.masks, batch.distractors
+        ),
+        "likelihood of another region's phrase": of_neighbour.cpu(),
         "likelihood without image": prior.cpu(),
     }
 
