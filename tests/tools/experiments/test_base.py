@@ -96,18 +96,33 @@ def lab(source, tmp_path_factory):  # noqa: F811
     return folder
 
 
-def test_one_command_trains_a_base_and_one_measures_it(lab, tmp_path):
-    """The base is complete, names nothing that is not to be named, and depends on its seed."""
-    shared = ["--data_dir", str(lab), "--dtype", "float32", "--num_workers", "0"]
-    trained = ["train", *shared, "--size", "tiny", "--output_dir", str(tmp_path / "0")]
-    base.main(trained)
-    made = (tmp_path / "0/base/model.safetensors").read_bytes()
-    base.main(trained)  # all of it is done
-    assert (tmp_path / "0/base/model.safetensors").read_bytes() == made
-    assert open_policy(tmp_path / "0/base", None, "policy", "cpu", 8, dtype="float32")
-    measured = ["--model_path", str(tmp_path / "0/base"), "--num_samples", "8"]
+def shared_flags(lab) -> list[str]:
+    return ["--data_dir", str(lab), "--dtype", "float32", "--num_workers", "0"]
+
+
+def train(lab, folder):
+    base.main(["train", *shared_flags(lab), "--size", "tiny", "--output_dir", str(folder)])
+
+
+@pytest.fixture(scope="module")
+def trained(lab, tmp_path_factory):
+    """Folder of a base of few steps."""
+    folder = tmp_path_factory.mktemp("base") / "0"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for _ in on_one_core(monkeypatch):
+            train(lab, folder)
+    return folder
+
+
+def test_one_command_trains_a_base_and_one_measures_it(lab, trained, tmp_path):
+    """The base is complete, and names nothing that is not to be named."""
+    made = (trained / "base/model.safetensors").read_bytes()
+    train(lab, trained)  # all of it is done
+    assert (trained / "base/model.safetensors").read_bytes() == made
+    assert open_policy(trained / "base", None, "policy", "cpu", 8, dtype="float32")
+    measured = ["--model_path", str(trained / "base"), "--num_samples", "8"]
     measured += ["--probe_samples", "12", "--output", str(tmp_path / "measures.json")]
-    base.main(["measure", *shared, *measured])
+    base.main(["measure", *shared_flags(lab), *measured])
     (record,) = json.loads((tmp_path / "measures.json").read_text()).values()
     assert set(record) == {"heldout", "artist"}
     figures = record["heldout"]["groups"]["all"]
@@ -116,10 +131,8 @@ def test_one_command_trains_a_base_and_one_measures_it(lab, tmp_path):
 
 
 def test_the_mirror_of_a_base_keeps_what_sees_and_learns_masks_of_captioned_regions(
-    lab, tmp_path, monkeypatch
+    lab, trained, tmp_path, monkeypatch
 ):
-    shared = ["--data_dir", str(lab), "--dtype", "float32", "--num_workers", "0"]
-    base.main(["train", *shared, "--size", "tiny", "--output_dir", str(tmp_path / "0")])
     taught, decode_masks = [], Sa2VAPolicy.decode_masks
 
     def decoding(policy, images, image_index, embeddings):
@@ -127,11 +140,11 @@ def test_the_mirror_of_a_base_keeps_what_sees_and_learns_masks_of_captioned_regi
         return decode_masks(policy, images, image_index, embeddings)
 
     monkeypatch.setattr(Sa2VAPolicy, "decode_masks", decoding)
-    mirror = ["few_masks", *shared, "--base", str(tmp_path / "0/base"), "--steps", "1"]
+    mirror = ["few_masks", *shared_flags(lab), "--base", str(trained / "base"), "--steps", "1"]
     base.main([*mirror, "--batch_size", "16", "--output_dir", str(tmp_path / "few")])
     before, begin, after = (
         Sa2VAModel.from_pretrained(folder).state_dict()
-        for folder in (tmp_path / "0/base", tmp_path / "few/begin", tmp_path / "few/base")
+        for folder in (trained / "base", tmp_path / "few/begin", tmp_path / "few/base")
     )
     for name, value in before.items():
         is_new = name.startswith(NEW)
