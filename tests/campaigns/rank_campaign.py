@@ -5,7 +5,9 @@
 Four runs of the same steps by gloo on the CPU, started as the launcher starts them. In three of
 them the last rank is disturbed at one step, in the middle between two checkpoints: it sleeps in
 every step from there on; SIGKILL ends it, and --max_restarts starts all ranks again; SIGSTOP holds
-it, and SIGCONT lets it go on. The final weights of all runs must be equal bit for bit.
+it, and SIGCONT lets it go on. The final weights of all runs must be equal: bit for bit with two
+ranks. With more a restart changes the order in which gradients are added, as DDP sorts its buckets
+anew after its first step, and so the last bit.
 """
 
 import argparse
@@ -21,10 +23,11 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.runs import ENVIRONMENT, ROOT, draw_data, flags, weights
+from tests.runs import ENVIRONMENT, ROOT, distance, draw_data, flags, weights
 
 STEPS, SAVE_EVERY, DISTURBED = 16, 4, 7  # the disturbed step begins with the seventh
 SLEEP, HELD = 2.0, 15.0  # seconds, of a slow rank in each step and of one that is held
+ROUNDING = 1e-6  # of weights, in float32
 KINDS = ("undisturbed", "slow", "dies", "comes back")
 KIND, MARKER, VICTIM = "DISTURBED_KIND", "DISTURBED_MARKER", "DISTURBED_RANK"
 calls = 0
@@ -110,9 +113,9 @@ def main(argv: Sequence[str] | None = None):
             print(f"{kind} in step {DISTURBED}: {lost:.1f} s until that step is done")
         whole = weights(root / "undisturbed", STEPS)
         for kind in KINDS[1:]:
-            found = weights(root / kind.split()[0], STEPS)
-            assert all(found[name].equal(whole[name]) for name in whole), f"{kind}: other weights"
-        print("the weights of all runs are equal")
+            apart = distance(whole, weights(root / kind.split()[0], STEPS))
+            print(f"{kind}: weights differ by {apart:.1e} at most")
+            assert apart <= (0 if ranks == 2 else ROUNDING), f"{kind}: other weights"
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from rl_train.loggers import tensorboard
 from rl_train.run import start
 from rl_train.run.memory_estimate import standing_memory
 from tests import supervised
+from tests.distributed.test_gradient_average import SAME
 from tests.engine.tiny import fast as fast_path
 from tests.engine.tiny import prompts, tiny_llm
 from tests.ranks import forked, free_port, rank_environments, start_fork
@@ -37,16 +38,6 @@ from tests.runs import (
     weights,
 )
 
-SAME = dict(
-    batch_size=1,
-    num_generations=3,
-    max_completion_length=16,
-    micro_batch_size=2,
-    max_steps=2,
-    save_steps=1,
-    learning_rate=1e-3,
-    seed=1,
-)
 SHARDED = dict(fsdp="")
 # Runs by the model's own modules; evaluations are not measured.
 BY_MODULES = dict(
