@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from nltk.corpus import wordnet
 from tqdm import tqdm
 
 from rl_train.config.grpo_config import PolicyConfig
@@ -40,7 +41,13 @@ def end_with_pytest():
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def reopen_wordnet():
+    """Let a fork open WordNet's files anew: two processes would share one place in each file."""
+    vars(wordnet).get("_data_file_map", {}).clear()  # empty as long as NLTK has read nothing
+
+
 os.register_at_fork(after_in_child=end_with_pytest)
+os.register_at_fork(after_in_child=reopen_wordnet)
 
 
 def pytest_unconfigure(config):

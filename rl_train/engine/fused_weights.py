@@ -253,7 +253,7 @@ class FusedModel:
         return [tensor.data_ptr() for tensor in tensors]
 
     @contextlib.contextmanager
-    def present(self, number: int, then: int) -> Iterator[layers.Layer]:
+    def gathered(self, number: int, then: int) -> Iterator[layers.Layer]:
         """Context in which the copied weights of a layer are there.
 
         Args:
@@ -273,7 +273,7 @@ class FusedModel:
             self.layers[then].module.unshard(async_op=True)  # its `gather` waits for it
 
     def refresh(self):
-        """Copy the active LoRA into the fused matrices, as `present` does where it gathers."""
+        """Copy the active LoRA into the fused matrices, as `gathered` does where it gathers."""
         if self.is_whole:
             _copy(self.targets, self.sources)
         self.copied_from = address(self.sources)

@@ -105,7 +105,7 @@ class _Checkpoint(torch.autograd.Function):
     ) -> torch.Tensor:
         functions = fused.functions
         residual = residual.detach()  # as in the backward: one graph for all layers
-        with fused.present(number, then=number + 1) as layer:
+        with fused.gathered(number, then=number + 1) as layer:
             any_number(residual)
             q, k, v = functions.before_attention(residual, layer, rotation)
             attended = varlen_attention.attend(q, k, v, runs)
@@ -129,7 +129,7 @@ class _Checkpoint(torch.autograd.Function):
         )
         fused.follow()  # forwards of other roles may have run in between
         rotation, mixed = ctx.rotation, attended[0]
-        with fused.present(ctx.number, then=ctx.number - 1) as layer:
+        with fused.gathered(ctx.number, then=ctx.number - 1) as layer:
             any_number(d, residual, mixed)
             # Backward through the MLP and the output projection, without their forward.
             d, d_mixed, *by_rest = functions.behind_attention_vjp(d, residual, mixed, layer)

@@ -6,8 +6,8 @@ Four runs of the same steps by gloo on the CPU, started as the launcher starts t
 them the last rank is disturbed at one step, in the middle between two checkpoints: it sleeps in
 every step from there on; SIGKILL ends it, and --max_restarts starts all ranks again; SIGSTOP holds
 it, and SIGCONT lets it go on. The final weights of all runs must be equal: bit for bit with two
-ranks. With more a restart changes the order in which gradients are added, as DDP sorts its buckets
-anew after its first step, and so the last bit.
+ranks. With more a restart changes the last bit, probably because DDP sorts its buckets anew after
+its first step, and so the order in which gradients are added.
 """
 
 import argparse

@@ -10,7 +10,12 @@ import torch
 
 from rl_train.rewards.ablations import word_agreement
 from tools.experiments.gauntlet.regions import Heard, Regions
-from tools.experiments.gauntlet.samples import PickBy, choose_direction, result_with_samples
+from tools.experiments.gauntlet.samples import (
+    PickBy,
+    choose_direction,
+    put_first,
+    result_with_samples,
+)
 from tools.experiments.gauntlet.table import LoopResult, Measures, Rival
 from tools.experiments.gauntlet.words import Rewording, rewordings, words_of
 
@@ -26,14 +31,9 @@ class Chosen:
     picks: list[PickBy]
 
 
-def reward_first(reward: str) -> list[str]:
-    """Return the names of MEASURES, the reward's first: fractions are of the first."""
-    return [reward, *(name for name in MEASURES if name != reward)]
-
-
 def measures_of(heard: Sequence[Heard], reward: str = "iou") -> Measures:
     """Return {measure: values of n regions}, the reward first."""
-    return {name: [getattr(each, name) for each in heard] for name in reward_first(reward)}
+    return {name: [getattr(each, name) for each in heard] for name in put_first(reward, MEASURES)}
 
 
 def sample_scores(regions: Regions, num_generations: int) -> dict[str, torch.Tensor]:
@@ -85,5 +85,5 @@ def measure(heldout: Regions, chosen: Chosen, num_generations: int) -> LoopResul
         scores=scores,
         true_reward=chosen.reward,
         picks=chosen.picks,
-        measures=reward_first(chosen.reward),
+        measures=put_first(chosen.reward, MEASURES),
     )

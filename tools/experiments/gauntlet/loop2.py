@@ -33,6 +33,7 @@ from tools.experiments.gauntlet.samples import (
     choose_direction,
     join_batches,
     measures_of_picked,
+    put_first,
     result_with_samples,
 )
 from tools.experiments.gauntlet.table import LoopResult, Rival
@@ -56,10 +57,11 @@ class OneModel:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Choices made on training regions, by a name in MEASURES.
+    """Choices made on training regions.
 
     Attributes:
         reward: a name in REWARDS, against which cheap causes are compared.
+        measure: a name in MEASURES, by which they were chosen.
     """
 
     reward: str
@@ -109,7 +111,7 @@ def sample_scores(
 def cheap_scores(
     regions: Regions, rollout: Rollout, features: "ImageFeatures"
 ) -> dict[str, torch.Tensor]:
-    """Return {score: (N,)} of sampled masks: none tells the true object from the others."""
+    """Return {score: (N,)} of sampled masks: cheap causes, by which a mask may be picked."""
     policy, batch, masks = regions.policy, rollout.batch, rollout.latents.masks
     captions, rows = rollout.of_rows(batch.captions), list(range(len(batch)))
     salient = segment_generated(policy, features, rows, [SALIENT] * len(rows), regions.tokens).masks
@@ -125,9 +127,7 @@ def cheap_scores(
         "majority": group_iou(masks, rollout.num_generations),
         "the most salient object": mask_iou(masks, rollout.of_rows(salient)).cpu(),
         "the part named in the phrase": torch.tensor(in_part),
-        "any object: IoU with whichever the mask fits best": best_object_iou(
-            masks, batch.masks, batch.distractors
-        ),
+        "IoU with any object": best_object_iou(masks, batch.masks, batch.distractors),
         "likelihood of another region's phrase": of_neighbour.cpu(),
         "likelihood without image": prior.cpu(),
     }
@@ -140,7 +140,7 @@ def choose(
     reward: str = "meteor",
     measure: str = "iou",
 ) -> Chosen:
-    """Choose every cheap cause on training regions, by their own measure: the strongest rivals."""
+    """Choose every cheap cause on training regions, by a measure of masks: the strongest."""
     require_wordnet()
     options = CaptionMaskCaption.Options(latent_std=latent_std, mask_loss_coef=0.0)
     task = CaptionMaskCaption(options, TaskContext(training.policy, OneModel(), training.tokens))
@@ -165,7 +165,7 @@ def choose(
 
 def measure(heldout: Regions, chosen: Chosen, num_generations: int) -> LoopResult:
     """Measure what was chosen on held-out regions; nothing is chosen here."""
-    measures = [chosen.measure, *(name for name in MEASURES if name != chosen.measure)]
+    measures = put_first(chosen.measure, MEASURES)
     measured = measure_variants(
         heldout, {cause: variant for cause, (_, variant) in chosen.variants.items()}
     )

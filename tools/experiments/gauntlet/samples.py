@@ -57,6 +57,11 @@ def choose_direction(name: str, scores: torch.Tensor, rewards: torch.Tensor) -> 
     return PickBy(name, max(DIRECTIONS, key=reward), mean)
 
 
+def put_first(measure: str, measures: Collection[str]) -> list[str]:
+    """Return the names of measures with one put first: fractions are of the first."""
+    return [measure, *(name for name in measures if name != measure)]
+
+
 def measures_of_picked(
     scores: dict[str, torch.Tensor], by: torch.Tensor, measures: Collection[str]
 ) -> Measures:
