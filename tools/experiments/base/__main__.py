@@ -9,8 +9,8 @@
 
 train: captions of 10 % of the regions and masks of all that may be named, by `rl_train.sft`,
 stopped early; nothing is injected. few_masks: the mirror of it, for loop 2: captions of all and
-masks of 10 %. measure: accuracy by split, artist and concept, what is taken for what, and a probe
-of what the features hold beyond what is said.
+masks of part `captioned`. measure: accuracy by split, artist and concept, what is taken for what,
+and a probe of what the features hold beyond what is said.
 """
 
 import argparse

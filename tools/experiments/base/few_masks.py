@@ -2,7 +2,7 @@
 
 Its vision model and SAM2 are those of a base that `train` made, and stay as they are. Its LLM, and
 what makes a prompt embedding of [SEG], begin anew from random weights: they learn captions of all
-regions, and masks of those alone that the other base has captions of.
+regions, and masks of those alone that are in part `captioned` of the scenes.
 
 Letters: B samples, D width of a prompt embedding.
 """
