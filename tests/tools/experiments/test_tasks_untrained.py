@@ -28,7 +28,7 @@ def test_masks_of_phrases(data, tmp_path, monkeypatch):
         monkeypatch.setitem(GRIDS, name, ([0.5, 1.0], 1.0))
     found = run(data, tmp_path, "referring")
     rivals = {rival["name"]: rival["values"] for rival in found["rivals"]}
-    assert set(found["greedy"]) == {"iou", "found"} and len(found["references"]) == 3
+    assert set(found["greedy"]) == {"iou", "found", "pointed"} and len(found["references"]) == 3
     assert {"threshold of the mask", "table of words in the phrase"} < set(rivals)
     ceiling = rivals["best of G by the true reward"]["iou"]
     for name, values in rivals.items():
@@ -57,7 +57,7 @@ def test_no_mask_where_a_score_is_low():
     class Answered:
         logits = [sure, unsure, none]
 
-    masks = variant(Answered)
+    masks = [logits > 0 for logits in variant(Answered)]
     assert masks[0].tolist() == [[True, False], [False, False]]  # above the threshold of .7
     assert not masks[1].any() and not masks[2].any()
 

@@ -68,7 +68,8 @@ def build_parser() -> FlagParser:
         "--loop2_measure",
         choices=list(loop2.MEASURES),
         default="iou",
-        help="of loop 2's masks, by which causes are chosen and compared",
+        help="of loop 2's masks, by which causes are chosen and compared; pointed: 1 if the "
+        "highest logit lies on the region, which no threshold and no area changes",
     )
     add(
         "--without_places",

@@ -25,6 +25,7 @@ from tools.experiments.gauntlet.masks import (
     Variant,
     choose_variants,
     measure_variants,
+    points_at,
     variants_of,
 )
 from tools.experiments.gauntlet.regions import Regions
@@ -37,11 +38,16 @@ from tools.experiments.gauntlet.samples import (
     result_with_samples,
 )
 from tools.experiments.gauntlet.table import LoopResult, Rival
+from tools.experiments.scalar_baseline import row_logits
 
 if TYPE_CHECKING:
     from sa2va_hf.batches import ImageFeatures
 
-MEASURES = {"iou": "mask IoU", "found": "object found"}
+MEASURES = {
+    "iou": "mask IoU",
+    "found": "object found",
+    "pointed": "highest logit on the object",
+}
 # Rewards of the task, the default first.
 REWARDS = {"meteor": "METEOR", "likelihood": "likelihood with the image"}
 # Scores that are rewards of the task, or its ceiling: not cheap.
@@ -101,11 +107,23 @@ def sample_scores(
         rollout = sampled(task, batch, features, G)
         rewards = task.rewards(rollout).rewards
         scores = {name: rewards[name] for name in TRUE_SCORES}
-        parts.append(
-            scores | dict(found=rewards["on_target"]) | cheap_scores(regions, rollout, features)
-        )
+        measures = dict(found=rewards["on_target"], pointed=pointed(regions, rollout, features))
+        parts.append(scores | measures | cheap_scores(regions, rollout, features))
     regions.check()
     return join_batches(parts, G)
+
+
+def pointed(regions: Regions, rollout: Rollout, features: "ImageFeatures") -> torch.Tensor:
+    """Return `points_at` (N,) of the sampled masks."""
+    latents, G = rollout.latents, rollout.num_generations
+    targets = [mask.to(regions.policy.device) for mask in rollout.batch.masks]
+    values = torch.zeros(len(targets), G)
+    for j in range(G):  # one sample of each region at a time, as logits take memory
+        own = latents.rows % G == j
+        seg_rows = (latents.rows[own] // G).tolist()
+        logits = row_logits(regions.policy, features, seg_rows, latents.z[own])
+        values[:, j] = torch.tensor([points_at(*pair) for pair in zip(logits, targets)])
+    return values.flatten()
 
 
 def cheap_scores(

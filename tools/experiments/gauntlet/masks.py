@@ -13,11 +13,12 @@ import torch
 from tqdm import tqdm
 
 from rl_train.data.text import phrase
-from rl_train.policies.sa2va_queries import row_masks, segment_by_own_answer, segment_generated
+from rl_train.policies.sa2va_queries import segment_by_own_answer
 from rl_train.rewards import mask_iou
 from rl_train.rewards.ablations import SALIENT
 from rl_train.rewards.iou import on_target
 from rl_train.rewards.positions import named_part
+from sa2va_hf.prompts import SEGMENT
 from tools.experiments.gauntlet.regions import Regions
 from tools.experiments.gauntlet.table import Measures
 from tools.experiments.scalar_baseline import GRIDS, row_logits
@@ -39,56 +40,68 @@ class Answered:
     part: int  # of the regions, whose batch it is
     seg_rows: list[int]  # rows of the M [SEG]
     embeddings: torch.Tensor  # (M, D)
-    masks: list[torch.Tensor]  # B (H, W) bool
-    logits: list[torch.Tensor]  # B (H, W), -inf without [SEG]
+    logits: list[torch.Tensor]  # B (H, W), -inf without [SEG]; the mask is where they are above 0
 
     @property
     def captions(self) -> list[str]:
         return self.regions.parts[self.part][0].captions
 
 
-Variant = Callable[[Answered], list[torch.Tensor]]  # B masks (H, W) bool
+Variant = Callable[[Answered], list[torch.Tensor]]  # B other logits (H, W)
 
 
 def threshold(value: float) -> Variant:
-    return lambda answered: [logits > value for logits in answered.logits]
+    return lambda answered: [logits - value for logits in answered.logits]
 
 
 def scale(value: float) -> Variant:
-    def masks(answered: Answered) -> list[torch.Tensor]:
-        policy, (batch, features) = answered.regions.policy, answered.regions.parts[answered.part]
-        embeddings = value * answered.embeddings
-        return row_masks(policy, features, range(len(batch)), answered.seg_rows, embeddings).masks
+    def scaled(answered: Answered) -> list[torch.Tensor]:
+        policy, (_, features) = answered.regions.policy, answered.regions.parts[answered.part]
+        return row_logits(policy, features, answered.seg_rows, value * answered.embeddings)
 
-    return masks
+    return scaled
 
 
 def one_area(fraction: float) -> Variant:
     """Return the variant whose masks are the highest logits of a fraction of the image."""
-    return lambda answered: [highest_part(logits, fraction) for logits in answered.logits]
+
+    def shifted(logits: torch.Tensor) -> torch.Tensor:
+        lowest = lowest_of_highest(logits, fraction)
+        # The next smaller number, so that the lowest one is above 0 too.
+        below = torch.nextafter(lowest, torch.full_like(lowest, -torch.inf))
+        return logits - below if lowest.isfinite() else logits
+
+    return lambda answered: [shifted(logits) for logits in answered.logits]
 
 
 def highest_part(logits: torch.Tensor, fraction: float) -> torch.Tensor:
-    """Return the mask (H, W) of the highest of logits (H, W), a fraction of the image."""
+    """Return the mask (H, W) of the highest of logits (H, W), a fraction of the image.
+
+    It is larger where logits are equal.
+    """
+    return (logits >= lowest_of_highest(logits, fraction)) & logits.isfinite()
+
+
+def lowest_of_highest(logits: torch.Tensor, fraction: float) -> torch.Tensor:
+    """Return the lowest () of the highest logits (H, W), a fraction of the image."""
     count = max(round(fraction * logits.numel()), 1)
-    # The smallest of the `count` largest; at least that, where logits are equal.
-    return (logits >= logits.flatten().topk(count).values[-1]) & logits.isfinite()
+    return logits.flatten().topk(count).values[-1]
 
 
 def in_named_part(bonus: float) -> Variant:
     """Return the variant that favours the part that the phrase names; inf: nothing else."""
 
-    def mask(logits: torch.Tensor, caption: str) -> torch.Tensor:
+    def favoured(logits: torch.Tensor, caption: str) -> torch.Tensor:
         part = named_part(caption, tuple(logits.shape))
         if part is None:
-            return logits > 0
+            return logits
         part = part.to(logits.device)
         if bonus == torch.inf:
-            return (logits > 0) & part
-        return torch.where(part, logits + bonus, logits - bonus) > 0
+            return logits.masked_fill(~part, -torch.inf)
+        return torch.where(part, logits + bonus, logits - bonus)
 
     return lambda answered: [
-        mask(logits, caption) for logits, caption in zip(answered.logits, answered.captions)
+        favoured(logits, caption) for logits, caption in zip(answered.logits, answered.captions)
     ]
 
 
@@ -98,25 +111,24 @@ def peak_in_named_part(below: float) -> Variant:
     All logits there that are above 0, or less than `below` under the highest of them.
     """
 
-    def mask(logits: torch.Tensor, caption: str) -> torch.Tensor:
+    def peak(logits: torch.Tensor, caption: str) -> torch.Tensor:
         part = named_part(caption, tuple(logits.shape))
         part = torch.ones_like(logits, dtype=torch.bool) if part is None else part
         inside = logits.masked_fill(~part.to(logits.device), -torch.inf)
-        return (inside > min(0.0, inside.max().item() - below)) & inside.isfinite()
+        highest = inside.max().item()
+        return inside - min(0.0, highest - below) if highest > -torch.inf else inside
 
     return lambda answered: [
-        mask(logits, caption) for logits, caption in zip(answered.logits, answered.captions)
+        peak(logits, caption) for logits, caption in zip(answered.logits, answered.captions)
     ]
 
 
 def one_phrase(text: str) -> Variant:
-    def masks(answered: Answered) -> list[torch.Tensor]:
-        regions, (batch, features) = answered.regions, answered.regions.parts[answered.part]
-        rows = list(range(len(batch)))
-        texts = [text] * len(rows)
-        return segment_generated(regions.policy, features, rows, texts, regions.tokens).masks
+    def of_phrase(answered: Answered) -> list[torch.Tensor]:
+        texts = [text] * len(answered.captions)
+        return answers_to(answered.regions, answered.part, texts, SEGMENT).logits
 
-    return masks
+    return of_phrase
 
 
 def variants_of(training: Regions) -> dict[str, dict[str, Variant]]:
@@ -140,31 +152,50 @@ def variants_of(training: Regions) -> dict[str, dict[str, Variant]]:
     }
 
 
-@torch.no_grad()
 def own_answers(regions: Regions, part: int) -> Answered:
     """Return the base's greedy answers to the captions of a part of the regions."""
-    policy, (batch, features) = regions.policy, regions.parts[part]
-    segmented, seg_rows, embeddings = segment_by_own_answer(
-        policy, features, range(len(batch)), batch.captions, regions.tokens, regions.wording
+    return answers_to(regions, part, regions.parts[part][0].captions, regions.wording)
+
+
+@torch.no_grad()
+def answers_to(regions: Regions, part: int, texts: list[str], wording: str) -> Answered:
+    """Return the base's greedy answers to a phrase for each region of a part."""
+    policy, (_, features) = regions.policy, regions.parts[part]
+    _, seg_rows, embeddings = segment_by_own_answer(
+        policy, features, range(len(texts)), texts, regions.tokens, wording
     )
     rows = seg_rows.tolist()
-    logits = row_logits(policy, features, rows, embeddings)
-    return Answered(regions, part, rows, embeddings, segmented.masks, logits)
+    return Answered(regions, part, rows, embeddings, row_logits(policy, features, rows, embeddings))
+
+
+def points_at(logits: torch.Tensor, target: torch.Tensor) -> float:
+    """Return 1 if the highest of logits (H, W) lies on the target (H, W) bool, else 0.
+
+    The "pointing game" of Zhang et al. (https://arxiv.org/abs/1608.00507): no threshold, and no
+    area of the mask, changes it. 0 without [SEG]. An empty target is pointed at by an empty mask.
+    """
+    if not target.any():
+        return float(not (logits > 0).any())
+    highest = logits.argmax()
+    return float(logits.flatten()[highest].isfinite() and target.flatten()[highest])
 
 
 @torch.no_grad()
 def measure_variants(regions: Regions, variants: dict[str, Variant]) -> dict[str, Measures]:
     """Return {variant: its measures on all regions}, with the base's own masks as UNCHANGED.
 
-    Measures are "iou", 1 where mask and region are empty, and "found" if other objects are known.
+    Measures are "iou", 1 where mask and region are empty, "pointed" (`points_at`), and "found" if
+    other objects are known.
     """
     measured = {name: defaultdict(list) for name in (UNCHANGED, *variants)}
     for part, (batch, _) in enumerate(tqdm(regions.parts, desc="masks", leave=False, disable=None)):
         answered = own_answers(regions, part)
         targets = [mask.to(regions.policy.device) for mask in batch.masks]
         for name, values in measured.items():
-            masks = answered.masks if name == UNCHANGED else variants[name](answered)
+            logits = answered.logits if name == UNCHANGED else variants[name](answered)
+            masks = [each > 0 for each in logits]
             values["iou"] += mask_iou(masks, targets, 1.0).tolist()
+            values["pointed"] += [points_at(*pair) for pair in zip(logits, targets)]
             if batch.distractors is not None:
                 values["found"] += on_target(masks, batch.masks, batch.distractors).tolist()
     regions.check()

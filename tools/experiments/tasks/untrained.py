@@ -22,7 +22,7 @@ from rl_train.evaluation.best_of_n import mean_logps
 from rl_train.evaluation.gcg_metrics import caption_of, grounded_prompts, phrases_of
 from rl_train.export.load_policy import open_policy
 from rl_train.policies.sa2va import Sa2VAPolicy
-from rl_train.policies.sa2va_queries import describe, segment_generated
+from rl_train.policies.sa2va_queries import describe
 from rl_train.rewards import mask_iou, meteor
 from rl_train.rewards.ablations import group_iou
 from rl_train.rewards.iou import mask_confidence, on_target
@@ -38,12 +38,13 @@ from sa2va_hf.processing_sa2va import upsample_masks
 from sa2va_hf.prompts import SEGMENT, THINK_FIRST
 from tools.experiments.common import add_region_flags, open_regions, run_alone
 from tools.experiments.gauntlet import loop1
-from tools.experiments.gauntlet.loop2 import OneModel, cheap_scores, sampled
+from tools.experiments.gauntlet.loop2 import OneModel, cheap_scores, pointed, sampled
 from tools.experiments.gauntlet.masks import (
     QUANTILES,
     UNCHANGED,
     Answered,
     Variant,
+    answers_to,
     choose_variants,
     highest_part,
     measure_variants,
@@ -116,10 +117,11 @@ MASK_SCORES = {"highest logit": highest_logit, "confidence": confidence, "area":
 def none_below(score: Callable[[torch.Tensor], float], least: float, threshold: float) -> Variant:
     """Return the variant without a mask where a score of its logits is below `least`."""
 
-    def mask(logits: torch.Tensor) -> torch.Tensor:
-        return (logits > threshold) & (score(logits) >= least)
+    def shifted(logits: torch.Tensor) -> torch.Tensor:
+        is_sure = score(logits) >= least
+        return logits - threshold if is_sure else torch.full_like(logits, -torch.inf)
 
-    return lambda answered: [mask(logits) for logits in answered.logits]
+    return lambda answered: [shifted(logits) for logits in answered.logits]
 
 
 def none_variants(training: Regions) -> dict[str, dict[str, Variant]]:
@@ -145,10 +147,8 @@ def none_variants(training: Regions) -> dict[str, dict[str, Variant]]:
 
 
 def without_thoughts(answered: Answered) -> list[torch.Tensor]:
-    """Return the masks of the question that does not ask for thoughts."""
-    regions, (batch, features) = answered.regions, answered.regions.parts[answered.part]
-    rows = list(range(len(batch)))
-    return segment_generated(regions.policy, features, rows, batch.captions, regions.tokens).masks
+    """Return the logits of the question that does not ask for thoughts."""
+    return answers_to(answered.regions, answered.part, answered.captions, SEGMENT).logits
 
 
 def sampled_masks(regions: Regions, task: MaskAnswers, num_generations: int) -> Scores:
@@ -159,6 +159,7 @@ def sampled_masks(regions: Regions, task: MaskAnswers, num_generations: int) -> 
         masks, device = rollout.latents.masks, regions.policy.device
         targets = rollout.of_rows([mask.to(device) for mask in batch.masks])
         measures = dict(iou=mask_iou(masks, targets, 1.0).cpu())
+        measures["pointed"] = pointed(regions, rollout, features)
         if batch.distractors is not None:
             measures["found"] = on_target(masks, batch.masks, batch.distractors)
         rows = rollout.of_rows(list(range(len(batch))))
