@@ -76,7 +76,7 @@ def test_loop_1_is_measured_by_the_object_found_where_that_is_its_reward(data, t
     assert all(max(of) <= best for best, *of in zip(values["best"]["found"], *picks))
 
 
-def test_loop_2_is_measured_by_the_object_found_and_its_reward_is_the_one_asked_for(
+def test_loop_2_is_measured_by_its_highest_logits_and_its_reward_is_the_one_asked_for(
     data, tmp_path, monkeypatch
 ):
     for name in GRIDS:
@@ -88,16 +88,19 @@ def test_loop_2_is_measured_by_the_object_found_and_its_reward_is_the_one_asked_
         return kept[-1]
 
     monkeypatch.setattr(loop2, "sample_scores", keeping)
-    asked = "--loops 2 --loop2_reward likelihood --loop2_measure found --latent_std 1"
+    asked = "--loops 2 --loop2_reward likelihood --loop2_measure pointed --latent_std 1"
     gauntlet.main(argv(data, tmp_path / "out", *asked.split()))
     found = json.loads((tmp_path / "out" / "table.json").read_text())["loop2"]
-    assert all(list(row["measures"]) == ["found", "iou"] for row in found["rows"])
+    assert all(list(row["measures"]) == ["pointed", "iou", "found"] for row in found["rows"])
     names = [row["name"] for row in found["rows"]]
     assert "best of G by METEOR" in names
     assert not any("likelihood with the image" in name for name in names)
     scores = kept[-1]  # of the held-out regions
     best = scores["iou"].gather(1, scores["likelihood"].argmax(1, keepdim=True))[:, 0]
     assert found["values"][0]["best"]["iou"] == pytest.approx(best.tolist())
+    assert set(scores["pointed"].unique().tolist()) <= {0, 1} and 0 < scores["pointed"].mean()
+    (values,) = found["values"]  # a threshold moves no highest logit
+    assert values["threshold of the mask"]["pointed"] == values["greedy"]["pointed"]
 
 
 def test_phrases_that_name_a_place_are_left_out():
