@@ -90,16 +90,16 @@ def test_loop_2_is_measured_by_its_highest_logits_and_its_reward_is_the_one_aske
     monkeypatch.setattr(loop2, "sample_scores", keeping)
     asked = "--loops 2 --loop2_reward likelihood --loop2_measure pointed --latent_std 1"
     gauntlet.main(argv(data, tmp_path / "out", *asked.split()))
-    found = json.loads((tmp_path / "out" / "table.json").read_text())["loop2"]
-    assert all(list(row["measures"]) == ["pointed", "iou", "found"] for row in found["rows"])
-    names = [row["name"] for row in found["rows"]]
+    table = json.loads((tmp_path / "out" / "table.json").read_text())["loop2"]
+    assert all(list(row["measures"]) == ["pointed", "iou", "found"] for row in table["rows"])
+    names = [row["name"] for row in table["rows"]]
     assert "best of G by METEOR" in names
     assert not any("likelihood with the image" in name for name in names)
     scores = kept[-1]  # of the held-out regions
     best = scores["iou"].gather(1, scores["likelihood"].argmax(1, keepdim=True))[:, 0]
-    assert found["values"][0]["best"]["iou"] == pytest.approx(best.tolist())
+    assert table["values"][0]["best"]["iou"] == pytest.approx(best.tolist())
     assert set(scores["pointed"].unique().tolist()) <= {0, 1} and 0 < scores["pointed"].mean()
-    (values,) = found["values"]  # a threshold moves no highest logit
+    (values,) = table["values"]  # a threshold moves no highest logit
     assert values["threshold of the mask"]["pointed"] == values["greedy"]["pointed"]
 
 

@@ -17,7 +17,7 @@ draw() { # name of a folder of scenes, flags
         --num_workers "${DRAWERS:-16}" "$@" $SCENES >>"$OUTPUT/scenes.log" 2>&1
 }
 draw lab
-# Loop 2's bases get masks of one region in five, and scenes that no choice was made on.
+# Loop 2's bases have masks of one region in five, and scenes of their own.
 draw lab_loop2 --seed 1 --caption_fraction .2 --num_artist_train 0 --num_eval 400
 said "scenes are drawn"
 
@@ -31,13 +31,13 @@ each() { # name of a log, command with SEED in it: run for all seeds side by sid
     for pid in "${pids[@]}"; do wait "$pid"; done
     said "$name is done"
 }
-# shellcheck disable=SC2086  # FEW are flags
 each train "$PYTHON" -m tools.experiments.base train --data_dir "$OUTPUT/lab" --output_dir "$OUTPUT/SEED" --seed SEED \
     --num_workers "$WORKERS" --dtype "$DTYPE" "$@"
+# shellcheck disable=SC2086  # FEW are flags
 each few_masks "$PYTHON" -m tools.experiments.base few_masks --data_dir "$OUTPUT/lab_loop2" --base "$OUTPUT/SEED/base" \
     --output_dir "$OUTPUT/SEED/few_masks" --seed SEED --num_workers "$WORKERS" --dtype "$DTYPE" $FEW
 
-judge() { # name of a kind of bases, its folder below SEED, its scenes, flags of the gauntlet: measure all seeds, one table
+measure() { # name of a kind of bases, its folder below SEED, its scenes, flags of the gauntlet: each seed's measures, one table of all
     local name=$1 kind=$2 lab=$OUTPUT/$3 seed models=()
     shift 3
     each "measure-$name" "$PYTHON" -m tools.experiments.base measure --data_dir "$lab" --model_path "$OUTPUT/SEED/$kind" \
@@ -48,5 +48,5 @@ judge() { # name of a kind of bases, its folder below SEED, its scenes, flags of
         --eval_samples "$SAMPLES" --dtype float32 --output_dir "$OUTPUT/gauntlet-$name" "$@" >"$OUTPUT/gauntlet-$name.log" 2>&1
     said "gauntlet-$name is done"
 }
-judge loop1 base lab --loops 1 --loop1_reward found
-judge loop2 few_masks/base lab_loop2 --loops 2 --loop2_reward likelihood --loop2_measure found --without_places
+measure loop1 base lab --loops 1 --loop1_reward found
+measure loop2 few_masks/base lab_loop2 --loops 2 --loop2_reward likelihood --loop2_measure found --without_places

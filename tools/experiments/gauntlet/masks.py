@@ -47,7 +47,7 @@ class Answered:
         return self.regions.parts[self.part][0].captions
 
 
-Variant = Callable[[Answered], list[torch.Tensor]]  # B other logits (H, W)
+Variant = Callable[[Answered], list[torch.Tensor]]  # B logits (H, W) in place of the base's
 
 
 def threshold(value: float) -> Variant:
