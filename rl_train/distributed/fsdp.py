@@ -11,6 +11,9 @@ order. Ranks sample answers of different lengths and have different numbers of m
   ranks pass, and then no rank waits for another.
 - In an update each layer is gathered while it computes, in the forward and in the backward. A rank
   with fewer micro-batches than others takes part in the gathers of theirs (`take_part`).
+
+After `pack` this rank's parts of all layers lie in one tensor. Code that has a copy of all gathered
+layers may overwrite it, and must write the parts back before the next gather.
 """
 
 import os
@@ -62,6 +65,7 @@ class ShardedLayers:
     Attributes:
         is_whole: whether the layers are gathered until `reshard`.
         nbytes: bytes of all gathered layers.
+        memory: what `pack` returned.
     """
 
     def __init__(self, parent: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh):
@@ -77,6 +81,38 @@ class ShardedLayers:
             layer.set_modules_to_backward_prefetch([before])
         parameters = (p for layer in layers for p in layer.parameters())
         self.nbytes = sum(p.numel() * p.itemsize for p in parameters if isinstance(p, DTensor))
+        self.memory: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def pack(self) -> torch.Tensor | None:
+        """Move this rank's parts into one tensor (1-D), in the order of the layers, and return it.
+
+        A collective, before any other gather. It returns None and moves nothing if the rows of a
+        matrix do not divide evenly, since FSDP2 keeps the parts of such a matrix padded elsewhere.
+        """
+        places = [
+            (layer, module, name)
+            for layer in self.layers
+            for module in layer.modules()
+            for name, p in module.named_parameters(recurse=False)
+            if isinstance(p, DTensor)
+        ]
+        parameters = [getattr(module, name) for _, module, name in places]
+        if any(len(p) % p.device_mesh.size() for p in parameters):
+            return None
+        parts = [p.to_local() for p in parameters]
+        self.memory = parts[0].new_empty(sum(part.numel() for part in parts))
+        rows = self.memory.split([part.numel() for part in parts])
+        for (_, module, name), parameter, part, row in zip(places, parameters, parts, rows):
+            row = row.view_as(part).copy_(part)
+            mesh, placements = parameter.device_mesh, parameter.placements
+            moved = DTensor.from_local(row, mesh, placements, run_check=False)
+            setattr(module, name, nn.Parameter(moved, requires_grad=False))
+        for layer in self.layers:
+            # FSDP2 looks for parameters that were replaced at the first gather of a layer alone.
+            layer.unshard()
+            layer.reshard()
+        return self.memory
 
     def unshard(self):
         """Gather all layers until `reshard`: a collective, unless they are gathered already."""
@@ -99,6 +135,12 @@ class ShardedLayers:
         for layer in [*self.layers, *reversed(self.layers)]:
             layer.unshard()
             layer.reshard()
+
+
+def own_rows(parameter: DTensor, whole: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a whole matrix that are this rank's part of the parameter."""
+    rows = len(parameter.to_local())  # as on all ranks: see `ShardedLayers.pack`
+    return whole[rows * parameter.device_mesh.get_local_rank() :][:rows]
 
 
 def held_bytes(parameters: Iterable[nn.Parameter]) -> int:

@@ -91,10 +91,14 @@ class Engine:
         self.gathered_at: list[int] = []  # addresses of the matrices at the last `unshard`
 
     def shard(self, mesh: DeviceMesh):
-        """Keep this rank's part of each layer from now on; before the engine's first use."""
+        """Keep this rank's part of each layer from now on; before the engine's first use.
+
+        A collective.
+        """
         assert self._fused is None and self.gradient_checkpointing
         model = self.language_model.model
         self.sharded = ShardedLayers(model, model.layers, mesh)
+        self.fused(self.language_model.lm_head.weight)  # moves the parts, before any gather
 
     def unshard(self):
         """Gather the layers in shards until `reshard`: a collective, if they are not gathered."""

@@ -1,6 +1,7 @@
 """Weights of a decoder LLM as few matrices, of which its parameters are views while in use.
 
-Of layers in shards (--fsdp) the matrices are copies, made when a layer is gathered.
+Of layers in shards (--fsdp) the matrices are copies, made when a layer is gathered. While all are
+gathered, this rank's parts do not exist beside them: the last layers' matrices lie in their memory.
 
 Linears that read one input are one product. Of [Wq; Wk; Wv; Aq; Ak; Av] the W are the model's
 frozen weights, of which there is one copy in memory; the rows of the LoRA are copied in from the
@@ -18,9 +19,11 @@ import torch._functorch.config
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
-from rl_train.distributed.fsdp import ShardedLayers
+from rl_train.distributed.fsdp import ShardedLayers, own_rows
 from rl_train.engine import decode_torch, layer_vjp, layers
 from rl_train.engine.families import Family, family_of
+
+ALIGNMENT = 256  # numbers; of matrices in the parts' memory, as torch aligns its own
 
 
 class FusedLinears:
@@ -35,6 +38,7 @@ class FusedLinears:
         live, copied: the linears as `layers.linear` takes them; their LoRA is the parameters
             themselves, or their copies.
         sizes: outputs of each linear.
+        memory: where the matrix lies while all layers in shards are gathered; None: anywhere.
     """
 
     def __init__(self, modules: list[nn.Module], sharded: bool = False):
@@ -42,6 +46,7 @@ class FusedLinears:
         self.loras = [_lora(module) for module in modules if isinstance(module, LoraLinear)]
         self.sources, self.sharded = [p for lora in self.loras for p in lora[:2]], sharded
         self.sizes = [base.out_features for base in self.bases]
+        self.memory: torch.Tensor | None = None
         self.free()
         if not sharded:
             self.fill()
@@ -51,14 +56,25 @@ class FusedLinears:
         self.live = self.copied = None
         self.targets = []
 
-    def fill(self):
-        """Make the matrix with the LoRA in use, if not in shards as the parameters' storage."""
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the matrix."""
+        rank_sum = sum(len(lora[0]) for lora in self.loras)
+        return sum(self.sizes) + rank_sum, self.bases[0].in_features
+
+    def fill(self, memory: torch.Tensor | None = None):
+        """Make the matrix with the LoRA in use, if not in shards as the parameters' storage.
+
+        Args:
+            memory: where to; None: into new memory.
+        """
+        self.targets = []
         bases, loras, sizes, views = self.bases, self.loras, self.sizes, not self.sharded
         scaling, outputs = loras[0][2] if loras else 0.0, sum(sizes)
         new, rank = bases[0].weight.new_zeros, len(loras[0][0]) if loras else 0
         a = new(rank * len(loras), bases[0].in_features)
         # (outputs + k*r, inputs)
-        weight, bias = _joined([base.weight for base in bases], a, views), None
+        weight, bias = _joined([base.weight for base in bases], a, views, memory), None
         if any(base.bias is not None for base in bases):
             assert all(base.bias is not None for base in bases), "a bias on some linears only"
             # LoRA's A have no bias: zeros stand in their rows.
@@ -84,10 +100,16 @@ class FusedLinears:
             weight=weight, bias=bias, sizes=sizes, scaling=scaling, b=rows_b, joined_b=joined_b
         )
 
+    def parts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return (this rank's part of a weight, the same as copied from the matrix) of each."""
+        wholes = self.live.weight.split(self.sizes)
+        weights = [base.weight for base in self.bases]
+        return [(w.to_local(), own_rows(w, rows).clone()) for w, rows in zip(weights, wholes)]
 
-def _joined(parameters, padding, views=True) -> torch.Tensor:
+
+def _joined(parameters, padding, views=True, out=None) -> torch.Tensor:
     """Stack the parameters and `padding`; with `views` the parameters become views of it."""
-    joined = torch.cat([*(p.data for p in parameters), padding])
+    joined = torch.cat([*(p.data for p in parameters), padding], out=out)
     if views:
         sizes = [*map(len, parameters), len(padding)]
         for parameter, rows in zip(parameters, joined.split(sizes)):
@@ -113,13 +135,24 @@ class FusedLayer:
         self.qkv_sizes = self.linears[0].sizes
         self._collect()
 
-    def gather(self):
-        """Make the matrices of a layer in shards, which is whole only meanwhile; a collective."""
+    def gather(self, with_all: bool = False):
+        """Make the matrices of a layer in shards, which is whole only meanwhile; a collective.
+
+        Args:
+            with_all: whether all layers are being gathered, so that its part may be overwritten.
+        """
         self.module.unshard()
         for group in self.linears:
-            group.fill()
+            group.fill(group.memory if with_all else None)
         self.module.reshard()
         self._collect()
+
+    def restore(self):
+        """Write this rank's part of a layer in shards anew, if there are its matrices."""
+        if self.live.qkv is not None:
+            # All are copied before any is written: the matrices may lie where the parts do.
+            for part, rows in [pair for group in self.linears for pair in group.parts()]:
+                part.copy_(rows)
 
     def free(self):
         """Let go of the matrices of a layer in shards."""
@@ -187,6 +220,14 @@ class FusedModel:
         self.embedding = model.embed_tokens.weight.data  # (V, C)
         self.is_sharded, self.is_whole = sharded is not None, sharded is None
         self.layers = [FusedLayer(layer, self.family, self.is_sharded) for layer in model.layers]
+        self.shard_memory = sharded.pack() if sharded else None
+        if self.shard_memory is not None:
+            bases = [
+                base for layer in self.layers for group in layer.linears for base in group.bases
+            ]
+            # Else `reshard` would not restore all parts.
+            assert sum(base.weight.nbytes for base in bases) == sharded.nbytes
+            self._lend(self.shard_memory)
         # (sources, targets) of all layers in one list: one call copies the LoRA.
         self.sources = [source for layer in self.layers for source in layer.sources]
         self.targets = [target for layer in self.layers for target in layer.targets]
@@ -233,16 +274,35 @@ class FusedModel:
         address = None if self.is_sharded else _base(module).weight.data_ptr()
         return id(module), address, *lora
 
+    def _lend(self, memory: torch.Tensor):
+        """Let the last layers' matrices, as many as fit, lie in the memory of this rank's parts.
+
+        At any time the memory holds parts, then matrices, both up to its end in the order of the
+        layers. A layer's matrices are no smaller than its parts. So matrices that are made in this
+        order overwrite no parts of later layers, and parts that are written in the reverse order
+        no matrices of earlier ones.
+        """
+        end = len(memory) // ALIGNMENT * ALIGNMENT
+        for group in [group for layer in self.layers for group in layer.linears][::-1]:
+            rows, columns = group.shape
+            end -= -(-rows * columns // ALIGNMENT) * ALIGNMENT
+            if end < 0:
+                return
+            group.memory = memory[end : end + rows * columns].view(rows, columns)
+
     def unshard(self):
         """Gather all layers in shards until `reshard`: a collective."""
         for number in range(len(self.layers)):
-            self._gather(number, then=number + 1)
+            self._gather(number, then=number + 1, with_all=True)
         self.targets = [target for layer in self.layers for target in layer.targets]
         self.is_whole = True
 
+    @torch.no_grad()
     def reshard(self):
-        """Let go of all layers in shards."""
-        for layer in self.layers:
+        """Let go of all layers in shards, or of those gathered when an `unshard` failed."""
+        for layer in reversed(self.layers):  # see `_lend`
+            if self.shard_memory is not None:
+                layer.restore()
             layer.free()
         self.targets, self.is_whole = [], False
 
@@ -266,9 +326,9 @@ class FusedModel:
         if not self.is_whole:
             layer.free()
 
-    def _gather(self, number: int, then: int):
+    def _gather(self, number: int, then: int, with_all: bool = False):
         """Gather a layer in shards; begin with the next, which goes on while this one computes."""
-        self.layers[number].gather()
+        self.layers[number].gather(with_all)
         if 0 <= then < len(self.layers):
             self.layers[then].module.unshard(async_op=True)  # its `gather` waits for it
 

@@ -22,7 +22,10 @@ def standing_memory(
     weights = sum(parameter.nbytes for parameter in policy.trainable.values())
     base = {"frozen base": held_bytes(policy.model.parameters()) - weights}
     if policy.engine.sharded:
-        gathered = {"LLM gathered to sample": policy.engine.sharded.nbytes}
+        sharded = policy.engine.sharded
+        # Gathered layers take the place of the rank's part of them, see `ShardedLayers.memory`.
+        lent = sharded.memory.nbytes if sharded.memory is not None else 0
+        gathered = {"LLM gathered to sample": sharded.nbytes - lent}
         base = {"part of the frozen base": base["frozen base"]} | gathered
     trained = {"trainable weights": 1} | ({" and ".join(copies): len(copies)} if copies else {})
     # AdamW's two moments, in 8 bits a quarter of float32, and the gradient.

@@ -4,6 +4,7 @@ By the model's own modules and by the engine's matrices, though ranks sample ans
 lengths and have different numbers of micro-batches and of samples to evaluate.
 """
 
+import gc
 import json
 import os
 from pathlib import Path
@@ -214,15 +215,19 @@ def test_the_merged_model_has_the_whole_base(fast):
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0] | models[1])
 
 
-def test_a_rank_holds_half_of_the_layers(by_modules):
+@pytest.mark.parametrize("way", ["by_modules", "fast"])
+def test_a_rank_holds_half_of_the_layers(way, request):
+    folder = request.getfixturevalue(way)
     for rank in range(2):
-        whole, sharded = (seen_by(by_modules, rank)[name] for name in ("whole", "sharded"))
+        whole, sharded = (seen_by(folder, rank)[name] for name in ("whole", "sharded"))
         assert whole["held"] == whole["all"] == sharded["all"]
         assert sharded["held"] == [size / 2 for size in sharded["all"]]
         assert sharded["whole"] == [True, True]  # norms and biases
         before, after = whole["standing"], sharded["standing"]
         assert before["frozen base"] - after["part of the frozen base"] == sum(sharded["held"])
-        assert after["LLM gathered to sample"] == sharded["all"][0]
+        # The engine's matrices take the place of the part; the model's own modules do not.
+        lent = sharded["held"][0] if way == "fast" else 0
+        assert after["LLM gathered to sample"] == sharded["all"][0] - lent
 
 
 def check_hosts(folder: Path):
@@ -236,6 +241,7 @@ def check_hosts(folder: Path):
     assert mesh.size() == ranks_of_host() == 2
     sharded = ShardedLayers(parent, parent, mesh)
     assert len(parent[0].weight.to_local()) == (3, 2)[ranks.rank % 2] and sharded.nbytes == 4 * 30
+    assert sharded.pack() is None  # rank 1's parts are padded
     sharded.unshard()
     assert sharded.is_whole and torch.equal(parent[0].weight, weight)
     # No collective: one rank alone may call it.
@@ -255,6 +261,100 @@ def test_layers_are_shared_inside_a_host(tmp_path):
     ]
     ended = [child() for child in children]
     assert [status for status, _ in ended] == [0] * 4, ended
+
+
+def live_bytes() -> int:
+    """Bytes of all storages of this process that a tensor reaches, FSDP2's own among them."""
+    gc.collect()
+    # A DTensor has no storage of its own; its part is a tensor too.
+    tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
+    storages = [t.untyped_storage() for t in tensors if not isinstance(t, DTensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def matrices_of(fused) -> list[torch.Tensor]:
+    return [group.live.weight.clone() for layer in fused.layers for group in layer.linears]
+
+
+def parts_of(fused) -> list[torch.Tensor]:
+    groups = [group for layer in fused.layers for group in layer.linears]
+    return [base.weight.to_local().clone() for group in groups for base in group.bases]
+
+
+def all_equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+def check_memory():
+    """No rank holds its part beside the gathered layers, nor anything but its part after them."""
+    ranks = process_group.init()
+    llm = tiny_llm(num_hidden_layers=6)
+    engine = Engine(llm, pad_id=0, gradient_checkpointing=True)
+    with fast_path(engine):
+        expected = matrices_of(engine.fused(llm.lm_head.weight))
+        engine.release()
+        whole = live_bytes()
+        engine.shard(host_mesh(ranks.device))
+        fused, parts = engine._fused, parts_of(engine._fused)
+        part_bytes = sum(part.nbytes for part in parts)
+        assert part_bytes == engine.sharded.nbytes / 2
+        rest = live_bytes() - part_bytes  # all but the layers; `parts` are copies
+        # FSDP2 does not hold the parts as it made them. The engine has padded lm_head.
+        assert rest - part_bytes < whole - engine.sharded.nbytes + 0.1 * part_bytes
+        for _ in range(2):
+            engine.unshard()
+            copies = [group.copied for layer in fused.layers for group in layer.linears]
+            held = live_bytes() - rest
+            tensors = [t for c in copies for t in (c.weight, c.bias, c.joined_b) if t is not None]
+            gathered = sum(tensor.nbytes for tensor in tensors)
+            largest = max(copied.weight.nbytes for copied in copies)
+            # Of the part's memory a remainder, in which no further matrix fits, is empty.
+            assert 0 <= held - gathered < largest < part_bytes
+            del copies, tensors
+            assert all_equal(matrices_of(fused), expected)
+            engine.reshard()
+            assert live_bytes() == rest + part_bytes and all_equal(parts_of(fused), parts)
+    process_group.close()
+
+
+def test_a_part_is_not_held_beside_the_gathered_layers(tmp_path):
+    ended = forked(tmp_path, check_memory, check_memory)
+    assert [status for status, _ in ended] == [0, 0], ended
+
+
+def check_errors():
+    """An error while layers are gathered, or are being gathered, loses no weights."""
+    ranks = process_group.init()
+    llm = tiny_llm(num_hidden_layers=6)
+    engine = Engine(llm, pad_id=0, gradient_checkpointing=True)
+    with fast_path(engine):
+        engine.shard(host_mesh(ranks.device))
+        fused, parts = engine._fused, parts_of(engine._fused)
+        engine.unshard()
+        expected = matrices_of(fused)
+        with pytest.raises(ValueError, match="uniforms"):
+            sampled = dict(num_generations=2, max_new_tokens=4, stop=None)
+            engine.generate(*prompts(llm), **sampled, uniforms=torch.zeros(1, 1))
+        engine.reshard()
+        assert all_equal(parts_of(fused), parts)
+        for number in range(6):
+            fused.layers[number].gather = lambda with_all: 1 / 0
+            with pytest.raises(ZeroDivisionError):
+                engine.unshard()
+            del fused.layers[number].gather
+            engine.reshard()
+            assert all_equal(parts_of(fused), parts), number
+        with pytest.raises(ZeroDivisionError), torch.no_grad(), fused.gathered(3, then=4):
+            1 / 0
+        engine.reshard()
+        engine.unshard()
+        assert all_equal(matrices_of(fused), expected)
+    process_group.close()
+
+
+def test_an_error_loses_no_weights(tmp_path):
+    ended = forked(tmp_path, check_errors, check_errors)
+    assert [status for status, _ in ended] == [0, 0], ended
 
 
 def check_order():

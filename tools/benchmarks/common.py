@@ -1,5 +1,6 @@
 """Parts that the benchmarks share: flags, the clock, the device's ceilings, a random LLM."""
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -137,6 +138,33 @@ def timings_in_turns(works: dict, options: Timed) -> dict[str, Timing]:
         name: Timing(**warmth, seconds=statistics.median(times[name] for times in rounds))
         for name in works
     }
+
+
+class GarbageTimer:
+    """Context that counts the seconds for which Python's garbage collector stops this process."""
+
+    def __init__(self):
+        self.seconds = self.start = 0.0
+
+    def __enter__(self):
+        gc.callbacks.append(self)
+        return self
+
+    def __exit__(self, *_):
+        gc.callbacks.remove(self)
+
+    def __call__(self, event: str, info: dict):
+        """Take the time when a collection starts and stops."""
+        now = time.perf_counter()
+        if event == "start":
+            self.start = now
+        else:
+            self.seconds += now - self.start
+
+    def take(self) -> float:
+        """Return the seconds since the last call."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
 
 
 def synchronize(device: torch.device | str):

@@ -4,6 +4,9 @@ One process runs alone, as the launcher starts it; several under torchrun (gloo 
 step is as long as its slowest rank. Ranks wait for each other twice: before the update, when they
 first meet, and in it, for gradients; the fraction of a step that passes in the first of these is
 `waiting`, what the second costs is the update's time beside that of one process.
+
+`steps` has the phases of each round and rank, `gc_seconds` the garbage collection in them; of the
+slowest round it is printed which phase of which rank is late.
 """
 
 import json
@@ -12,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -69,6 +73,14 @@ def measure(options: Options) -> dict | None:
         gigabytes_exchanged=runs[0]["exchanged_gigabytes"],
         medians_of=options.rounds,
     )
+    for run in runs:
+        late = latest(run["steps"])
+        paused = run["gc_seconds"][late["round"]][late["rank"]][late["phase"]]
+        print(
+            f"{run['num_processes']} processes, slowest round {late['seconds']:.3f} s: "
+            f"{late['phase']} of rank {late['rank']} {late['late']:+.3f} s beside its median, "
+            f"garbage collection {paused:.3f} s"
+        )
     return dict(shapes=options.shapes, runs=runs, efficiency=efficiency)
 
 
@@ -109,9 +121,12 @@ def measure_rank(options: Options) -> dict | None:
     try:
         matmul, bandwidth, ceilings = common.ceilings(options)
         w = workload.build(options, ranks)
-        clocks, warmth = w.run()
-        of_ranks = process_group.gather_objects([dict(clock.seconds) for clock in clocks])
-        steps = list(zip(*of_ranks))  # of each step the phases of all ranks
+        with w.garbage:
+            clocks, warmth = w.run()
+        phases = [dict(clock.seconds) for clock in clocks]
+        of_ranks = process_group.gather_objects((phases, w.pauses[-len(clocks) :]))
+        # Of each step the phases of all ranks.
+        steps, pauses = (list(zip(*values)) for values in zip(*of_ranks))
         # Ranks meet in every step, so it is as long as its slowest rank.
         slowest = [max(step, key=lambda phases: sum(phases.values())) for step in steps]
         # As many float32 numbers as DDP reduces, in one call.
@@ -133,7 +148,9 @@ def measure_rank(options: Options) -> dict | None:
             peak_gib=w.peak,
             # GiB on the first rank
             peaks={p: max(c.peaks.get(p, 0.0) for c in clocks) for p in clocks[0].seconds},
-            rounds=[[sum(phases.values()) for phases in step] for step in steps],
+            # {phase: seconds} of each rank of each round
+            steps=steps,
+            gc_seconds=pauses,
             phases=summarised["phases"],
             exchange_seconds=exchanged.seconds,
             exchange_settled=exchanged.settled,
@@ -143,6 +160,29 @@ def measure_rank(options: Options) -> dict | None:
         )
     finally:
         process_group.close()
+
+
+def latest(steps: Sequence[Sequence[dict[str, float]]]) -> dict:
+    """Return what is late in the slowest round: {round, seconds, rank, phase, late}.
+
+    `late` are a phase's seconds beyond its median on that rank. It is the first phase with at least
+    half of the most: in later ones the other ranks wait for it.
+
+    Args:
+        steps: see `waiting`.
+    """
+    totals = [max(sum(phases.values()) for phases in step) for step in steps]
+    number = totals.index(max(totals))
+    late = {
+        (phase, rank): seconds - statistics.median(step[rank][phase] for step in steps)
+        for phase in steps[number][0]
+        for rank, seconds in enumerate(phases[phase] for phases in steps[number])
+    }
+    most = max(late.values())
+    phase, rank = next(key for key, value in late.items() if value >= min(most, most / 2))
+    return dict(
+        round=number, seconds=totals[number], rank=rank, phase=phase, late=late[phase, rank]
+    )
 
 
 def waiting(steps: list[tuple[dict[str, float], ...]]) -> float:

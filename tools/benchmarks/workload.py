@@ -47,7 +47,7 @@ from rl_train.utils.rng import RowRNG
 from sa2va_hf import Sa2VAProcessor
 from sa2va_hf.batches import ImageFeatures, Prompts
 from sa2va_hf.qwen_vl import QwenVLModel, text_model
-from tools.benchmarks.common import Timed, Warmth, start_lora, warm_up
+from tools.benchmarks.common import GarbageTimer, Timed, Warmth, start_lora, warm_up
 from tools.benchmarks.families import CONFIGS, tokenizer_of
 from tools.benchmarks.lengths import Lengths, Request, check_lengths, wasted_fraction
 from tools.benchmarks.qwen import SHAPES, random_points
@@ -163,6 +163,9 @@ class Work:
     # {phase: calls of the policy and its roles in the last step}
     requests: dict[str, list[Request]] = field(default_factory=dict)
     peak: float = 0.0  # GiB at most in any step
+    garbage: GarbageTimer = field(default_factory=GarbageTimer)  # counts while entered
+    # of each step {phase: seconds of garbage collection}: of the host, which a GPU may be behind
+    pauses: list[dict[str, float]] = field(default_factory=list)
 
     @property
     def policy(self) -> ForcedPolicy | ForcedPoints:
@@ -190,9 +193,12 @@ class Work:
         scale = self.config.loss.scale
         process_group.gather_objects(None)  # all ranks begin together
         clock, metrics = clock or PhaseTimer(policy.device), StepMetrics()
+        self.pauses.append({})
+        self.garbage.take()
 
         def end(phase: str):
             clock(phase)
+            self.pauses[-1][phase] = self.garbage.take()
             self.requests[phase], policy.requests = policy.requests, []
 
         features = policy.encode(batch)

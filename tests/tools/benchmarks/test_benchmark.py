@@ -172,15 +172,18 @@ def test_scale(tmp_path, output, capsys, monkeypatch):
     how = f"--rounds 1 --warmup 1 --num_processes 1 2 {CEILINGS}"
     written = figures(tmp_path, f"scale {output} {how} {STEP}")
     one, two = written["runs"]
-    assert (one["num_processes"], two["num_processes"]) == (1, 2) and len(two["rounds"][0]) == 2
-    assert two["seconds"] == pytest.approx(max(two["rounds"][0]))
+    assert (one["num_processes"], two["num_processes"]) == (1, 2)
+    (of_ranks,), (pauses,) = two["steps"], two["gc_seconds"]
+    assert [set(phases) for phases in of_ranks] == [set(paused) for paused in pauses]
+    assert two["seconds"] == pytest.approx(max(sum(phases.values()) for phases in of_ranks))
     efficiency = {"1": 1.0, "2": pytest.approx(one["seconds"] / two["seconds"])}
     assert written["efficiency"] == efficiency
     assert two["exchange_seconds"] > 0 and set(two["phases"]) == PHASES
     assert one["waiting"] == 0 < two["waiting"] < 1
     assert two["ratio_to_floor"] == pytest.approx(two["seconds"] / two["floor"])
     assert (two["warmup_rounds"], two["settled"], two["spread"]) == (1, False, 0)
-    assert "gigabytes_exchanged" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "gigabytes_exchanged" in printed and "2 processes, slowest round" in printed
 
 
 def test_scale_with_a_sharded_base(tmp_path, output):

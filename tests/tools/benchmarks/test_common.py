@@ -1,5 +1,7 @@
 """The end of a benchmark's warm-up, and the counts behind it."""
 
+import gc
+
 import pytest
 
 from tools.benchmarks import __main__, common, scale, workload
@@ -90,6 +92,22 @@ def test_share_of_waiting_by_hand():
         (dict(encode=3.0, teacher1=3.0, update=6.0), dict(encode=1.0, teacher1=1.0, update=9.0)),
     ]
     assert scale.waiting(steps) == pytest.approx((1 + 2) / (8 + 12))
+
+
+def test_what_is_late_in_the_slowest_round():
+    """Rank 1 is .5 s late in the teacher's phase; rank 0 waits for it in the update."""
+    usual = dict(encode=1.0, teacher1=2.0, update=5.0)
+    steps = [(usual, usual)] * 2 + [(usual | dict(update=5.6), usual | dict(teacher1=2.5))]
+    expected = dict(round=2, seconds=8.6, rank=1, phase="teacher1", late=0.5)
+    assert scale.latest(steps) == pytest.approx(expected)
+
+
+def test_seconds_of_garbage_collection():
+    with common.GarbageTimer() as timer:
+        gc.collect()
+    gc.collect()  # not counted
+    counted = timer.seconds
+    assert 0 < counted == timer.take() and timer.take() == 0 and timer not in gc.callbacks
 
 
 def test_processes_are_given_the_options(monkeypatch):
