@@ -1,9 +1,8 @@
 """A base for loop 2: it has learnt captions of all regions that may be named, and few masks.
 
-The SAM2 of a base that `train` made learns masks for longer, so that it draws whole objects: a
-caption can't be told by a part of one. Then it stays as it is, as the vision model does all the
-time. The LLM, and what makes a prompt embedding of [SEG], begin anew from random weights: they
-learn captions of all regions, and masks of those alone that are in part `captioned` of the scenes.
+Its vision model and SAM2 are those of a base that `train` made, and stay as they are. Its LLM, and
+what makes a prompt embedding of [SEG], begin anew from random weights: they learn captions of all
+regions, and masks of those alone that are in part `captioned` of the scenes.
 
 Letters: B samples, D width of a prompt embedding.
 """
@@ -29,15 +28,8 @@ if TYPE_CHECKING:
     from rl_train.engine.engine import ScoreOutput
     from sa2va_hf.batches import ImageFeatures
 
-BATCH_SIZE = 64
-STEPS = (400, 700)  # of the masks of all regions, and of the new LLM
-LEARNING_RATES = (4e-4, 1.2e-3)
+STEPS, BATCH_SIZE, LEARNING_RATE = 700, 64, 1.2e-3
 NEW = ("language_model.", "text_hidden_fcs.")  # names of the weights that begin anew
-# What `probe` reads of the image's tokens stays: masks alone would change it for the worse.
-FIND_FLAGS = (
-    f"--subsets {SEGMENTED} --tasks referring_segmentation --one_answer --trainable_modules "
-    "language_model embeddings text_hidden_fcs sam2 sam2_encoder"
-)
 FLAGS = (
     f"--subsets {SEGMENTED} --tasks region_captions tools.experiments.base.few_masks:FewMasks "
     "--one_answer --trainable_modules language_model embeddings text_hidden_fcs"
@@ -83,24 +75,19 @@ def train_few_masks(
     seed: int,
     dtype: str,
     num_workers: int,
-    steps: tuple[int, int] = STEPS,
+    steps: int = STEPS,
     batch_size: int = BATCH_SIZE,
 ):
-    """Train a base for loop 2 into output_dir/base, from one of `train`'s."""
-    runs = TrainingFolders(data_dir / "train", data_dir / "heldout", output_dir)
-
-    def trained(part: str, model_path: Path, flags: str, steps: int, learning_rate: float) -> Path:
-        numbers = dict(max_steps=steps, batch_size=batch_size, learning_rate=learning_rate)
-        return runs.train(part, model_path, flags, seed, dtype, num_workers, **numbers)
-
-    found = trained("find", base, FIND_FLAGS, steps[0], LEARNING_RATES[0])
+    """Train a base for loop 2 into output_dir/base, from another base's vision model and SAM2."""
     begin = output_dir / "begin"
     if not begin.exists():
         with complete_or_absent(begin) as unfinished:
-            with_new_llm(found, seed).save_pretrained(unfinished, torch.float32)
-            load_tokenizer(found).save_pretrained(unfinished)
+            with_new_llm(base, seed).save_pretrained(unfinished, torch.float32)
+            load_tokenizer(base).save_pretrained(unfinished)
+    runs = TrainingFolders(data_dir / "train", data_dir / "heldout", output_dir)
+    numbers = dict(max_steps=steps, batch_size=batch_size, learning_rate=LEARNING_RATE)
     flags = f"{FLAGS} --truth {data_dir / 'train' / TRUTH}"
-    runs.save_base(trained("few_masks", begin, flags, steps[1], LEARNING_RATES[1]))
+    runs.save_base(runs.train("few_masks", begin, flags, seed, dtype, num_workers, **numbers))
 
 
 def with_new_llm(base: Path, seed: int) -> Sa2VAModel:
