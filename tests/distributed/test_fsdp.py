@@ -317,11 +317,6 @@ def check_memory():
     process_group.close()
 
 
-def test_a_part_is_not_held_beside_the_gathered_layers(tmp_path):
-    ended = forked(tmp_path, check_memory, check_memory)
-    assert [status for status, _ in ended] == [0, 0], ended
-
-
 def check_errors():
     """An error while layers are gathered, or are being gathered, loses no weights."""
     ranks = process_group.init()
@@ -352,11 +347,6 @@ def check_errors():
     process_group.close()
 
 
-def test_an_error_loses_no_weights(tmp_path):
-    ended = forked(tmp_path, check_errors, check_errors)
-    assert [status for status, _ in ended] == [0, 0], ended
-
-
 def check_order():
     """A forward without `unshard`, or with gradient before `reshard`, is an error and no hang."""
     ranks = process_group.init()
@@ -373,11 +363,6 @@ def check_order():
     with pytest.raises(AssertionError, match="load the base anew"):
         engine.release()
     process_group.close()
-
-
-def test_a_wrong_order_is_an_error(tmp_path):
-    ended = forked(tmp_path, check_order, check_order)
-    assert [status for status, _ in ended] == [0, 0], ended
 
 
 def check_graphs():
@@ -400,8 +385,9 @@ def check_graphs():
     process_group.close()
 
 
-def test_graphs_that_read_former_addresses_are_dropped(tmp_path):
-    ended = forked(tmp_path, check_graphs, check_graphs)
+@pytest.mark.parametrize("check", [check_memory, check_errors, check_order, check_graphs])
+def test_on_two_ranks(check, tmp_path):
+    ended = forked(tmp_path, check, check)
     assert [status for status, _ in ended] == [0, 0], ended
 
 
