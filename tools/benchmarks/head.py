@@ -40,8 +40,8 @@ def chunked(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, vocab
 
 def torch_chunked(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, vocabulary: int):
     """Return log-probs by torch's own chunked loss, which has no entropies and no temperature."""
-    how = torch.nn.LinearCrossEntropyOptions()
-    return -F.linear_cross_entropy(hidden, weight, ids, reduction="none", options=how)
+    chunking = torch.nn.LinearCrossEntropyOptions()
+    return -F.linear_cross_entropy(hidden, weight, ids, reduction="none", options=chunking)
 
 
 def run(

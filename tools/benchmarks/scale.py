@@ -74,7 +74,7 @@ def measure(options: Options) -> dict | None:
         medians_of=options.rounds,
     )
     for run in runs:
-        late = latest(run["steps"])
+        late = late_phase(run["steps"])
         paused = run["gc_seconds"][late["round"]][late["rank"]][late["phase"]]
         print(
             f"{run['num_processes']} processes, slowest round {late['seconds']:.3f} s: "
@@ -162,7 +162,7 @@ def measure_rank(options: Options) -> dict | None:
         process_group.close()
 
 
-def latest(steps: Sequence[Sequence[dict[str, float]]]) -> dict:
+def late_phase(steps: Sequence[Sequence[dict[str, float]]]) -> dict:
     """Return what is late in the slowest round: {round, seconds, rank, phase, late}.
 
     `late` are a phase's seconds beyond its median on that rank. It is the first phase with at least

@@ -99,7 +99,7 @@ def test_what_is_late_in_the_slowest_round():
     usual = dict(encode=1.0, teacher1=2.0, update=5.0)
     steps = [(usual, usual)] * 2 + [(usual | dict(update=5.6), usual | dict(teacher1=2.5))]
     expected = dict(round=2, seconds=8.6, rank=1, phase="teacher1", late=0.5)
-    assert scale.latest(steps) == pytest.approx(expected)
+    assert scale.late_phase(steps) == pytest.approx(expected)
 
 
 def test_seconds_of_garbage_collection():
