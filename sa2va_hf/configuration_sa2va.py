@@ -169,6 +169,11 @@ class Sa2VAConfig:
         """Name of the dtype that the file gives the weights, by either of transformers' keys."""
         return self.raw.get("dtype") or self.raw.get("torch_dtype")
 
+    @property
+    def one_piece_masks(self) -> bool:
+        """True if a mask keeps one connected piece alone; the key is ours."""
+        return self.raw.get("one_piece_masks", False)
+
     def save_pretrained(self, path: str | Path, dtype: torch.dtype | None = None):
         """Write `path/config.json` in the original's form, with the weights' torch.dtype if given.
 

@@ -21,7 +21,7 @@ from .configuration_sa2va import Sa2VAConfig
 from .hub import model_folder
 from .mask_decoder import decode_candidates, decoder_features
 from .prediction import MAX_NEW_TOKENS, predict_forward
-from .processing_sa2va import normalise_sam_pixels
+from .processing_sa2va import normalise_sam_pixels, one_piece
 from .sam3 import build_sam, gate, image_features
 from .templates import token_ids
 from .tokenizer import load_tokenizer
@@ -154,7 +154,8 @@ class Sa2VAModel(nn.Module):
         """Return float32 mask logits (P, 256, 256) of language prompts.
 
         Of three candidates it is the one with the highest predicted IoU. The object score gates
-        the mask of SAM3 alone.
+        the mask of SAM3 alone. If config.json has `one_piece_masks`, logits without a gradient are
+        those of one connected piece (`one_piece`); what trains the decoder are whole masks.
 
         Args:
             features: `sam_features` of B images.
@@ -169,7 +170,9 @@ class Sa2VAModel(nn.Module):
         # (P, 3, 256, 256), (P, 3)
         masks, iou, _, score = decode_candidates(sam, levels[:2], levels[2], prompts)
         best = masks[torch.arange(len(masks), device=masks.device), iou.argmax(-1)].float()
-        return gate(sam, best, score)
+        logits = gate(sam, best, score)
+        cut = self.config.one_piece_masks and not torch.is_grad_enabled()
+        return one_piece(logits) if cut else logits
 
     def mask_logits(self, sam_pixels: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
         """Return mask logits (n, 256, 256) of prompts (n, 256) in images (n, 3, 1024, 1024)."""

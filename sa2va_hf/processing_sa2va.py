@@ -18,6 +18,7 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 MAX_PIXELS = 300_000_000
+GROWTHS_AT_ONCE = 16  # pixels that a piece grows by between two looks at whether it still grows
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -125,6 +126,23 @@ def upsample_masks(logits: torch.Tensor, sam_size: int, size: tuple[int, int]) -
         logits[:, None].float(), size=(sam_size, sam_size), mode="bilinear", align_corners=False
     )
     return F.interpolate(logits, size=size, mode="bilinear", align_corners=False)[:, 0]
+
+
+def one_piece(logits: torch.Tensor) -> torch.Tensor:
+    """Return mask logits (n, h, w) whose masks are one connected piece each.
+
+    The piece, of pixels above 0 that touch by a side or a corner, is the one with the highest
+    logit. Logits above 0 elsewhere change their sign.
+    """
+    inside = logits > 0
+    piece = (logits == logits.amax((-2, -1), keepdim=True)) & inside
+    while True:  # grow the piece until it stays the same
+        grown = piece
+        for _ in range(GROWTHS_AT_ONCE):
+            grown = (F.max_pool2d(grown.to(logits.dtype), 3, 1, padding=1) > 0) & inside
+        if torch.equal(grown, piece):
+            return torch.where(inside & ~piece, -logits, logits)
+        piece = grown
 
 
 def normalise_sam_pixels(pixels: torch.Tensor, rounded: bool = False) -> torch.Tensor:

@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
-# Draw scenes for each loop, train a base for each loop and seed side by side on one GPU, measure all of them.
+# Draw scenes for each loop, train a base for each loop and seed side by side, measure all of them.
+# Seeds take turns on the GPUs of CUDA_VISIBLE_DEVICES, default the first.
 # bash tools/experiments/base/bases.sh LIBRARY OUTPUT "0 1" [FLAGS of base train]
 set -euo pipefail
 LIBRARY=$1 OUTPUT=$2 SEEDS=$3
 shift 3
 PYTHON=${PYTHON:-python} WORKERS=${WORKERS:-6} SCENES=${SCENES:-} SAMPLES=${SAMPLES:-300} DTYPE=${DTYPE:-bfloat16} FEW=${FEW:-}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+IFS=, read -ra GPUS <<<"${CUDA_VISIBLE_DEVICES-0}"
+((${#GPUS[@]})) || GPUS=("") # no GPU
 mkdir -p "$OUTPUT"
 said() { echo "$SECONDS s: $*"; }
 
@@ -18,14 +21,14 @@ draw() { # name of a folder of scenes, flags
 }
 draw lab
 # Loop 2's bases have masks of one region in five, and scenes of their own.
-draw lab_loop2 --seed 1 --caption_fraction .2 --num_artist_train 0 --num_eval 400
+draw lab_loop2 --seed 3 --caption_fraction .2 --num_artist_train 0 --num_eval 400
 said "scenes are drawn"
 
 each() { # name of a log, command with SEED in it: run for all seeds side by side, wait for all of them
     local name=$1 seed pids=()
     shift
     for seed in $SEEDS; do
-        "${@//SEED/$seed}" >"$OUTPUT/$name-$seed.log" 2>&1 &
+        CUDA_VISIBLE_DEVICES=${GPUS[${#pids[@]} % ${#GPUS[@]}]} "${@//SEED/$seed}" >"$OUTPUT/$name-$seed.log" 2>&1 &
         pids+=($!)
     done
     for pid in "${pids[@]}"; do wait "$pid"; done
@@ -49,4 +52,4 @@ measure() { # name of a kind of bases, its folder below SEED, its scenes, flags 
     said "gauntlet-$name is done"
 }
 measure loop1 base lab --loops 1 --loop1_reward found
-measure loop2 few_masks/base lab_loop2 --loops 2 --loop2_reward likelihood --loop2_measure found --without_places
+measure loop2 few_masks/base lab_loop2 --loops 2 --loop2_reward likelihood --loop2_measure pointed --without_places

@@ -1,8 +1,12 @@
 """A base for loop 2: it has learnt captions of all regions that may be named, and few masks.
 
-Its vision model and SAM2 are those of a base that `train` made, and stay as they are. Its LLM, and
-what makes a prompt embedding of [SEG], begin anew from random weights: they learn captions of all
-regions, and masks of those alone that are in part `captioned` of the scenes.
+Two parts. `find` goes on with a base that `train` made: masks of all regions, which change all but
+the vision model. For `few_masks` LLM and text_hidden_fcs then begin anew from random weights, and
+vision model and SAM2 stay as they are: captions of all regions, and masks of those alone that are
+in part `captioned` of the scenes.
+
+Masks of such a base are cut to one connected piece (`one_piece_masks` of config.json): a third of
+their pixels would lie apart from it, which no caption tells.
 
 Letters: B samples, D width of a prompt embedding.
 """
@@ -28,9 +32,14 @@ if TYPE_CHECKING:
     from rl_train.engine.engine import ScoreOutput
     from sa2va_hf.batches import ImageFeatures
 
-STEPS, BATCH_SIZE, LEARNING_RATE = 700, 64, 1.2e-3
+STEPS, BATCH_SIZE = (400, 700), 64  # of the parts find and few_masks
+FIND_RATE, FEW_RATE = 4e-4, 1.2e-3  # peak learning rates
 NEW = ("language_model.", "text_hidden_fcs.")  # names of the weights that begin anew
-FLAGS = (
+FIND = (
+    f"--subsets {SEGMENTED} --tasks referring_segmentation --one_answer "
+    "--trainable_modules language_model embeddings text_hidden_fcs sam2 sam2_encoder"
+)
+FEW = (
     f"--subsets {SEGMENTED} --tasks region_captions tools.experiments.base.few_masks:FewMasks "
     "--one_answer --trainable_modules language_model embeddings text_hidden_fcs"
 )
@@ -75,27 +84,36 @@ def train_few_masks(
     seed: int,
     dtype: str,
     num_workers: int,
-    steps: int = STEPS,
+    steps: tuple[int, int] = STEPS,
     batch_size: int = BATCH_SIZE,
 ):
-    """Train a base for loop 2 into output_dir/base, from another base's vision model and SAM2."""
+    """Train a base for loop 2 into output_dir/base, from a base of `train`.
+
+    Args: steps: of find and of few_masks.
+    """
+    runs = TrainingFolders(data_dir / "train", data_dir / "heldout", output_dir)
+
+    def train(part: str, model_path: Path, flags: str, rate: float, max_steps: int) -> Path:
+        numbers = dict(max_steps=max_steps, batch_size=batch_size, learning_rate=rate)
+        return runs.train(part, model_path, flags, seed, dtype, num_workers, **numbers)
+
+    found = train("find", base, FIND, FIND_RATE, steps[0])
     begin = output_dir / "begin"
     if not begin.exists():
         with complete_or_absent(begin) as unfinished:
-            with_new_llm(base, seed).save_pretrained(unfinished, torch.float32)
-            load_tokenizer(base).save_pretrained(unfinished)
-    runs = TrainingFolders(data_dir / "train", data_dir / "heldout", output_dir)
-    numbers = dict(max_steps=steps, batch_size=batch_size, learning_rate=LEARNING_RATE)
-    flags = f"{FLAGS} --truth {data_dir / 'train' / TRUTH}"
-    runs.save_base(runs.train("few_masks", begin, flags, seed, dtype, num_workers, **numbers))
+            with_new_llm(found, seed).save_pretrained(unfinished, torch.float32)
+            load_tokenizer(found).save_pretrained(unfinished)
+    flags = f"{FEW} --truth {data_dir / 'train' / TRUTH}"
+    runs.save_base(train("few_masks", begin, flags, FEW_RATE, steps[1]))
 
 
 def with_new_llm(base: Path, seed: int) -> Sa2VAModel:
-    """Return a base's model, float32, whose weights of NEW are random."""
+    """Return a base's model, float32, whose weights of NEW are random and masks one piece."""
     model = Sa2VAModel.from_pretrained(base).float()
     torch.manual_seed(seed)
     drawn = Sa2VAModel(model.config)
     initialise(drawn)
     new = {name: value for name, value in drawn.state_dict().items() if name.startswith(NEW)}
     model.load_state_dict(model.state_dict() | new)
+    model.config.raw["one_piece_masks"] = True
     return model
