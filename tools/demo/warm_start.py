@@ -37,16 +37,19 @@ PARTS = dict(
 
 @dataclass(frozen=True)
 class Schedule:
-    """Lengths, batch sizes and learning rates of a base's three parts.
+    """Lengths, batch sizes and peak learning rates of a base's parts."""
 
-    Attributes:
-        steps, batch_sizes: of each part.
-        rates: peak learning rate of each part.
-    """
+    steps: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
+    rates: tuple[float, ...]
 
-    steps: tuple[int, int, int]
-    batch_sizes: tuple[int, int, int]
-    rates: tuple[float, float, float]
+    def numbers(self, part: int) -> dict[str, float]:
+        """Return flags of `rl_train.sft` of a part by its number."""
+        return dict(
+            max_steps=self.steps[part],
+            batch_size=self.batch_sizes[part],
+            learning_rate=self.rates[part],
+        )
 
 
 def train_base(
@@ -60,18 +63,34 @@ def train_base(
     dtype: str,
     num_workers: int,
 ):
-    """Train a base into output_dir/base, bf16 numbers; the run of a part is output_dir/PART.
+    """Train a base into output_dir/base, bf16 numbers.
 
-    A part that is done is not done again.
+    Args: see `train_parts`.
+    """
+    runs = TrainingFolders(data_dir, eval_data_dir, output_dir, seed, dtype, num_workers)
+    runs.save_base(train_parts(config, vocab_size, PARTS, schedule, runs))
+
+
+def train_parts(
+    config: dict,
+    vocab_size: int,
+    parts: dict[str, str],
+    schedule: Schedule,
+    runs: "TrainingFolders",
+) -> Path:
+    """Train a model of random weights, one part after the other; return the trained one.
+
+    The run of a part is output_dir/PART. A part that is done is not done again.
 
     Args:
         config: config.json of the model, whose LLM's vocabulary becomes the tokenizer's.
         vocab_size: of the tokenizer at most, without special tokens.
+        parts: {name: flags of `rl_train.sft` beside those of the schedule}.
     """
-    model_path = output_dir / "random"
+    model_path, truth_file = runs.output_dir / "random", runs.data_dir / TRUTH
     if not model_path.exists():
-        torch.manual_seed(seed)
-        truth = read_truth(data_dir)
+        torch.manual_seed(runs.seed)
+        truth = read_truth(runs.data_dir)
         captions = (region["caption"] for region in truth if not region["unnamed"])
         tokenizer = tokenizer_of(captions, vocab_size)
         llm = config["llm_config"] | {"vocab_size": len(tokenizer)}
@@ -80,16 +99,11 @@ def train_base(
         with complete_or_absent(model_path) as unfinished:
             model.save_pretrained(unfinished, torch.float32)
             tokenizer.save_pretrained(unfinished)
-    runs = TrainingFolders(data_dir, eval_data_dir, output_dir)
-    for number, part in enumerate(PARTS):
-        flags = PARTS[part] + (f" --truth {data_dir / TRUTH}" if part == "see" else "")
-        numbers = dict(
-            max_steps=schedule.steps[number],
-            batch_size=schedule.batch_sizes[number],
-            learning_rate=schedule.rates[number],
-        )
-        model_path = runs.train(part, model_path, flags, seed, dtype, num_workers, **numbers)
-    runs.save_base(model_path)
+    for number, (part, flags) in enumerate(parts.items()):
+        if part == "see":
+            flags += f" --truth {truth_file}"
+        model_path = runs.train(part, model_path, flags, **schedule.numbers(number))
+    return model_path
 
 
 @dataclass(frozen=True)
@@ -98,22 +112,17 @@ class TrainingFolders:
 
     Attributes:
         output_dir: receives a folder for each run, and base/.
+        seed, dtype, num_workers: of each run.
     """
 
     data_dir: Path
     eval_data_dir: Path
     output_dir: Path
+    seed: int
+    dtype: str
+    num_workers: int
 
-    def train(
-        self,
-        part: str,
-        model_path: Path,
-        part_flags: str,
-        seed: int,
-        dtype: str,
-        num_workers: int,
-        **numbers: float,
-    ) -> Path:
+    def train(self, part: str, model_path: Path, part_flags: str, **numbers: float) -> Path:
         """Train a model into output_dir/`part` unless that is done; return the trained one.
 
         Args:
@@ -122,10 +131,10 @@ class TrainingFolders:
         """
         run, began = self.output_dir / part, time.perf_counter()
         if not (run / "final_model").exists():
-            flags = dict(model_path=model_path, data_dir=self.data_dir, output_dir=run, seed=seed)
+            flags = dict(model_path=model_path, data_dir=self.data_dir, output_dir=run)
             flags |= dict(eval_data_dir=self.eval_data_dir, eval_steps=0, eval_samples=8)
-            flags |= numbers | dict(save_steps=numbers["max_steps"])
-            flags |= dict(dtype=dtype, num_workers=num_workers, weight_decay=0.02)
+            flags |= numbers | dict(save_steps=numbers["max_steps"], seed=self.seed)
+            flags |= dict(dtype=self.dtype, num_workers=self.num_workers, weight_decay=0.02)
             flags |= dict(max_completion_length=MAX_ANSWER_TOKENS, resume="auto")
             argv = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
             run_training(

@@ -8,9 +8,9 @@
         --max_completion_length 24
 
 train: captions of 10 % of the regions and masks of all that may be named, by `rl_train.sft`,
-stopped early; nothing is injected. few_masks: the mirror of it, for loop 2: captions of all and
-masks of part `captioned`. measure: accuracy by split, artist and concept, what is taken for what,
-and a probe of what the features hold beyond what is said.
+stopped early; nothing is injected. few_masks: the mirror of it, for loop 2: its LLM learns captions
+of all and masks of part `captioned` alone. measure: accuracy by split, artist and concept, what is
+taken for what, and a probe of what the features hold beyond what is said.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.utils.command_line import FlagParser, run_program
 from rl_train.utils.io import CannotWrite, check_writable
 from tools.demo.warm_start import MAX_ANSWER_TOKENS, PARTS
-from tools.experiments.base.few_masks import BATCH_SIZE, STEPS, train_few_masks
+from tools.experiments.base.few_masks import BEFORE, train_few_masks
 from tools.experiments.base.measure import markdown, measure_base
 from tools.experiments.base.train import SIZES, train_on_scenes
 from tools.experiments.pictures.dataset import TRUTH
@@ -38,21 +38,16 @@ def build_parser() -> FlagParser:
     parser = FlagParser(prog="python -m tools.experiments.base", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     scenes = "folder of scenes, of tools.experiments.pictures"
-    train = commands.add_parser("train", help="train a base")
-    train.add_argument("--data_dir", required=True, type=Path, help=scenes)
-    train.add_argument("--output_dir", required=True, type=Path, help="receives base/")
-    train.add_argument("--size", choices=list(SIZES), default="small")
-    train.add_argument("--seed", type=SEED, default=0, help="of the weights and of the samples")
-    steps = dict(nargs=len(PARTS), type=COUNT, metavar=tuple(map(str.upper, PARTS)))
-    train.add_argument("--steps", **steps, help="of each part; default: the size's")
-    few = commands.add_parser("few_masks", help="train a base for loop 2 from one of train")
-    few.add_argument("--base", required=True, type=Path, help="folder base/ that train wrote")
-    few.add_argument("--data_dir", required=True, type=Path, help=scenes)
-    few.add_argument("--output_dir", required=True, type=Path, help="receives base/")
-    few.add_argument("--seed", type=SEED, default=0, help="of the new weights and of the samples")
-    steps = dict(nargs=2, type=COUNT, metavar=("FIND", "FEW_MASKS"), default=STEPS)
-    few.add_argument("--steps", **steps, help="of each part")
-    few.add_argument("--batch_size", type=COUNT, default=BATCH_SIZE)
+    train = commands.add_parser("train", help="train a base for loop 1")
+    few = commands.add_parser("few_masks", help="train a base for loop 2")
+    parts = {train: tuple(PARTS), few: (*BEFORE, "few_masks")}
+    for command, names in parts.items():
+        command.add_argument("--data_dir", required=True, type=Path, help=scenes)
+        command.add_argument("--output_dir", required=True, type=Path, help="receives base/")
+        command.add_argument("--size", choices=list(SIZES), default="small")
+        command.add_argument("--seed", type=SEED, default=0, help="of the weights and the samples")
+        steps = dict(nargs=len(names), type=COUNT, metavar=tuple(map(str.upper, names)))
+        command.add_argument("--steps", **steps, help="of each part; default: the size's")
     measure = commands.add_parser("measure", help="measure bases")
     measure.add_argument("--data_dir", required=True, type=Path, help=scenes)
     measure.add_argument("--model_path", nargs="+", required=True, type=Path, help="bases")
@@ -88,17 +83,10 @@ def run_train(args: argparse.Namespace):
 
 def run_few_masks(args: argparse.Namespace):
     check_scenes(args)
-    find_base(args.base, None, "--base", Sa2VAPolicy.family)
-    train_few_masks(
-        args.base,
-        args.data_dir,
-        args.output_dir,
-        args.seed,
-        args.dtype,
-        args.num_workers,
-        args.steps,
-        args.batch_size,
-    )
+    size = SIZES[args.size]
+    if args.steps:
+        size = replace(size, few_masks=replace(size.few_masks, steps=tuple(args.steps)))
+    train_few_masks(size, args.data_dir, args.output_dir, args.seed, args.dtype, args.num_workers)
 
 
 def run_measure(args: argparse.Namespace):

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Draw scenes for each loop, train a base for each loop and seed side by side, measure all of them.
 # Seeds take turns on the GPUs of CUDA_VISIBLE_DEVICES, default the first.
-# bash tools/experiments/base/bases.sh LIBRARY OUTPUT "0 1" [FLAGS of base train]
+# bash tools/experiments/base/bases.sh LIBRARY OUTPUT "0 1" [FLAGS of base train and base few_masks]
 set -euo pipefail
 LIBRARY=$1 OUTPUT=$2 SEEDS=$3
 shift 3
-PYTHON=${PYTHON:-python} WORKERS=${WORKERS:-6} SCENES=${SCENES:-} SAMPLES=${SAMPLES:-300} DTYPE=${DTYPE:-bfloat16} FEW=${FEW:-}
+PYTHON=${PYTHON:-python} WORKERS=${WORKERS:-6} SCENES=${SCENES:-} SAMPLES=${SAMPLES:-300} DTYPE=${DTYPE:-bfloat16}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 IFS=, read -ra GPUS <<<"${CUDA_VISIBLE_DEVICES-0}"
 ((${#GPUS[@]})) || GPUS=("") # no GPU
@@ -36,9 +36,8 @@ each() { # name of a log, command with SEED in it: run for all seeds side by sid
 }
 each train "$PYTHON" -m tools.experiments.base train --data_dir "$OUTPUT/lab" --output_dir "$OUTPUT/SEED" --seed SEED \
     --num_workers "$WORKERS" --dtype "$DTYPE" "$@"
-# shellcheck disable=SC2086  # FEW are flags
-each few_masks "$PYTHON" -m tools.experiments.base few_masks --data_dir "$OUTPUT/lab_loop2" --base "$OUTPUT/SEED/base" \
-    --output_dir "$OUTPUT/SEED/few_masks" --seed SEED --num_workers "$WORKERS" --dtype "$DTYPE" $FEW
+each few_masks "$PYTHON" -m tools.experiments.base few_masks --data_dir "$OUTPUT/lab_loop2" --output_dir "$OUTPUT/SEED/few_masks" --seed SEED \
+    --num_workers "$WORKERS" --dtype "$DTYPE" "$@"
 
 measure() { # name of a kind of bases, its folder below SEED, its scenes, flags of the gauntlet: each seed's measures, one table of all
     local name=$1 kind=$2 lab=$OUTPUT/$3 seed models=()

@@ -1,9 +1,9 @@
 """A base for loop 2: it has learnt captions of all regions that may be named, and few masks.
 
-Two parts. `find` goes on with a base that `train` made: masks of all regions, which change all but
-the vision model. For `few_masks` LLM and text_hidden_fcs then begin anew from random weights, and
-vision model and SAM2 stay as they are: captions of all regions, and masks of those alone that are
-in part `captioned` of the scenes.
+A Sa2VA of random weights learns to see and to find as a base for loop 1 does (`train_base`), then
+to find for longer with its vision model frozen. LLM and text_hidden_fcs then begin anew from random
+weights, and vision model and SAM2 stay as they are: captions of all regions, and masks of those
+alone that are in part `captioned` of the scenes.
 
 Masks of such a base are cut to one connected piece (`one_piece_masks` of config.json): a third of
 their pixels would lie apart from it, which no caption tells.
@@ -25,21 +25,21 @@ from sa2va_hf.losses import resize_masks, resized_mask_loss
 from sa2va_hf.tokenizer import load_tokenizer
 from tools.demo.model import initialise
 from tools.demo.new_folder import complete_or_absent
-from tools.demo.warm_start import TrainingFolders
+from tools.demo.warm_start import PARTS, TrainingFolders, train_parts
+from tools.experiments.base.train import VOCAB_SIZE, Size
 from tools.experiments.pictures.dataset import CAPTIONED, SEGMENTED, TRUTH, read_truth
 
 if TYPE_CHECKING:
     from rl_train.engine.engine import ScoreOutput
     from sa2va_hf.batches import ImageFeatures
 
-STEPS, BATCH_SIZE = (400, 700), 64  # of the parts find and few_masks
-FIND_RATE, FEW_RATE = 4e-4, 1.2e-3  # peak learning rates
 NEW = ("language_model.", "text_hidden_fcs.")  # names of the weights that begin anew
-FIND = (
-    f"--subsets {SEGMENTED} --tasks referring_segmentation --one_answer "
+# Flags of the parts before the new LLM, in order, and of the part with it.
+BEFORE = {part: PARTS[part] for part in ("see", "find")} | {
+    "find_longer": f"--subsets {SEGMENTED} --tasks referring_segmentation --one_answer "
     "--trainable_modules language_model embeddings text_hidden_fcs sam2 sam2_encoder"
-)
-FEW = (
+}
+FEW_MASKS = (
     f"--subsets {SEGMENTED} --tasks region_captions tools.experiments.base.few_masks:FewMasks "
     "--one_answer --trainable_modules language_model embeddings text_hidden_fcs"
 )
@@ -78,33 +78,19 @@ class FewMasks(ReferringSegmentation):
 
 
 def train_few_masks(
-    base: Path,
-    data_dir: Path,
-    output_dir: Path,
-    seed: int,
-    dtype: str,
-    num_workers: int,
-    steps: tuple[int, int] = STEPS,
-    batch_size: int = BATCH_SIZE,
+    size: Size, data_dir: Path, output_dir: Path, seed: int, dtype: str, num_workers: int
 ):
-    """Train a base for loop 2 into output_dir/base, from a base of `train`.
-
-    Args: steps: of find and of few_masks.
-    """
-    runs = TrainingFolders(data_dir / "train", data_dir / "heldout", output_dir)
-
-    def train(part: str, model_path: Path, flags: str, rate: float, max_steps: int) -> Path:
-        numbers = dict(max_steps=max_steps, batch_size=batch_size, learning_rate=rate)
-        return runs.train(part, model_path, flags, seed, dtype, num_workers, **numbers)
-
-    found = train("find", base, FIND, FIND_RATE, steps[0])
+    """Train a base for loop 2 on the scenes below `data_dir` into output_dir/base."""
+    train, heldout = data_dir / "train", data_dir / "heldout"
+    runs = TrainingFolders(train, heldout, output_dir, seed, dtype, num_workers)
+    found = train_parts(size.config, VOCAB_SIZE, BEFORE, size.few_masks, runs)
     begin = output_dir / "begin"
     if not begin.exists():
         with complete_or_absent(begin) as unfinished:
             with_new_llm(found, seed).save_pretrained(unfinished, torch.float32)
             load_tokenizer(found).save_pretrained(unfinished)
-    flags = f"{FEW} --truth {data_dir / 'train' / TRUTH}"
-    runs.save_base(train("few_masks", begin, flags, FEW_RATE, steps[1]))
+    flags = f"{FEW_MASKS} --truth {train / TRUTH}"
+    runs.save_base(runs.train("few_masks", begin, flags, **size.few_masks.numbers(len(BEFORE))))
 
 
 def with_new_llm(base: Path, seed: int) -> Sa2VAModel:

@@ -15,6 +15,8 @@ class Size:
 
     Attributes:
         side: pixels of the image that the vision model sees.
+        schedule: of the parts of a base for loop 1.
+        few_masks: of the parts of a base for loop 2.
     """
 
     side: int
@@ -22,12 +24,32 @@ class Size:
     vision_layers: int
     llm_layers: int
     schedule: Schedule
+    few_masks: Schedule
+
+    @property
+    def config(self) -> dict:
+        return config_of(self.side, self.width, self.vision_layers, self.llm_layers)
 
 
+RATES, FEW_RATES = (1.5e-3, 4e-4, 6e-4), (1.5e-3, 4e-4, 4e-4, 1.2e-3)
 SIZES = {
-    "small": Size(336, 256, 4, 3, Schedule((600, 100, 300), (64, 64, 64), (1.5e-3, 4e-4, 6e-4))),
+    "small": Size(
+        side=336,
+        width=256,
+        vision_layers=4,
+        llm_layers=3,
+        schedule=Schedule((600, 100, 300), (64,) * 3, RATES),
+        few_masks=Schedule((600, 100, 400, 700), (64,) * 4, FEW_RATES),
+    ),
     # shows that the commands run
-    "tiny": Size(112, 64, 1, 1, Schedule((4, 2, 2), (8, 8, 8), (1e-3, 4e-4, 6e-4))),
+    "tiny": Size(
+        side=112,
+        width=64,
+        vision_layers=1,
+        llm_layers=1,
+        schedule=Schedule((4, 2, 2), (8,) * 3, RATES),
+        few_masks=Schedule((2, 2, 2, 2), (16,) * 4, FEW_RATES),
+    ),
 }
 
 
@@ -35,6 +57,7 @@ def train_on_scenes(
     size: Size, data_dir: Path, output_dir: Path, seed: int, dtype: str, num_workers: int
 ):
     """Train a base on the scenes below `data_dir` into output_dir/base."""
-    config = config_of(size.side, size.width, size.vision_layers, size.llm_layers)
     splits = (data_dir / "train", data_dir / "heldout")
-    train_base(config, VOCAB_SIZE, size.schedule, *splits, output_dir, seed, dtype, num_workers)
+    train_base(
+        size.config, VOCAB_SIZE, size.schedule, *splits, output_dir, seed, dtype, num_workers
+    )
