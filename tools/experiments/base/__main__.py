@@ -3,9 +3,6 @@
     python -m tools.experiments.base train --data_dir lab --output_dir bases/0 --seed 0
     python -m tools.experiments.base measure --data_dir lab --model_path bases/*/base \\
         --output bases/measures.json
-    python -m tools.experiments.gauntlet --model_path bases/*/base --data_dir lab/train \\
-        --subsets segmented --eval_data_dir lab/heldout --output_dir bases/gauntlet \\
-        --max_completion_length 24
 
 train: captions of 10 % of the regions and masks of all that may be named, by `rl_train.sft`,
 stopped early; nothing is injected. few_masks: the mirror of it, for loop 2: its LLM learns captions

@@ -48,7 +48,7 @@ SIZES = {
         vision_layers=1,
         llm_layers=1,
         schedule=Schedule((4, 2, 2), (8,) * 3, RATES),
-        few_masks=Schedule((2, 2, 2, 2), (16,) * 4, FEW_RATES),
+        few_masks=Schedule((2, 2, 2, 30), (16,) * 4, FEW_RATES),
     ),
 }
 
