@@ -171,7 +171,7 @@ class Sa2VAConfig:
 
     @property
     def one_piece_masks(self) -> bool:
-        """True if a mask keeps one connected piece alone; the key is ours."""
+        """True if masks of images, not of videos, keep one connected piece; the key is ours."""
         return self.raw.get("one_piece_masks", False)
 
     def save_pretrained(self, path: str | Path, dtype: torch.dtype | None = None):

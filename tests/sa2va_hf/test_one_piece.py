@@ -56,7 +56,7 @@ def test_pieces_are_those_of_a_slow_flood(dtype, growths, monkeypatch):
     assert torch.equal(cut[-1], spiral) and not torch.equal(cut, logits)
 
 
-def test_a_model_whose_configuration_says_so_draws_one_piece(model, images, batch, monkeypatch):
+def test_a_model_whose_configuration_says_so_draws_one_piece(model, images, monkeypatch):
     """Not where a gradient is asked for; and nothing changes without the key."""
     image, width = [0, 1, 2, 3] * 8, model.model.config.sam2.mask_decoder_config.hidden_size
     prompts = 5 * torch.randn(32, width, generator=torch.Generator().manual_seed(1))

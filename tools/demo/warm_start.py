@@ -43,8 +43,8 @@ class Schedule:
     batch_sizes: tuple[int, ...]
     rates: tuple[float, ...]
 
-    def numbers(self, part: int) -> dict[str, float]:
-        """Return flags of `rl_train.sft` of a part by its number."""
+    def flags(self, part: int) -> dict[str, float]:
+        """Return {flag of `rl_train.sft`: its value} for a part, by its number."""
         return dict(
             max_steps=self.steps[part],
             batch_size=self.batch_sizes[part],
@@ -67,7 +67,7 @@ def train_base(
 
     Args: see `train_parts`.
     """
-    runs = TrainingFolders(data_dir, eval_data_dir, output_dir, seed, dtype, num_workers)
+    runs = TrainingRuns(data_dir, eval_data_dir, output_dir, seed, dtype, num_workers)
     runs.save_base(train_parts(config, vocab_size, PARTS, schedule, runs))
 
 
@@ -76,7 +76,7 @@ def train_parts(
     vocab_size: int,
     parts: dict[str, str],
     schedule: Schedule,
-    runs: "TrainingFolders",
+    runs: "TrainingRuns",
 ) -> Path:
     """Train a model of random weights, one part after the other; return the trained one.
 
@@ -102,13 +102,13 @@ def train_parts(
     for number, (part, flags) in enumerate(parts.items()):
         if part == "see":
             flags += f" --truth {truth_file}"
-        model_path = runs.train(part, model_path, flags, **schedule.numbers(number))
+        model_path = runs.train(part, model_path, flags, **schedule.flags(number))
     return model_path
 
 
 @dataclass(frozen=True)
-class TrainingFolders:
-    """Folders of a base that is made by several runs of `rl_train.sft`.
+class TrainingRuns:
+    """Runs of `rl_train.sft` by which a base is made, one after the other.
 
     Attributes:
         output_dir: receives a folder for each run, and base/.

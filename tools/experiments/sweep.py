@@ -8,7 +8,7 @@
     python -m tools.experiments.sweep --output outputs/sweep --against loop1_length
     # on the lab's bases (tools/experiments/base)
     python -m tools.experiments.sweep --arms loop1 loop1_confidence --seeds 0 --jobs 10 --gpu \
-        --lab bases/loop1/lab --demos bases/loop1/0 bases/loop1/1 \\
+        --lab bases/loop1/lab --demos bases/loop1/0 bases/loop1/1 \
         --output outputs/sweep_lab -- --max_steps 150
     python -m tools.demo.make_points_demo --output_dir outputs/points_demo
     python -m tools.experiments.sweep --arms points points_hidden --demos outputs/points_demo \

@@ -74,7 +74,7 @@ def run_train(args: argparse.Namespace):
     check_scenes(args)
     size = SIZES[args.size]
     if args.steps:
-        size = replace(size, schedule=replace(size.schedule, steps=tuple(args.steps)))
+        size = replace(size, loop1=replace(size.loop1, steps=tuple(args.steps)))
     train_on_scenes(size, args.data_dir, args.output_dir, args.seed, args.dtype, args.num_workers)
 
 
@@ -82,7 +82,7 @@ def run_few_masks(args: argparse.Namespace):
     check_scenes(args)
     size = SIZES[args.size]
     if args.steps:
-        size = replace(size, few_masks=replace(size.few_masks, steps=tuple(args.steps)))
+        size = replace(size, loop2=replace(size.loop2, steps=tuple(args.steps)))
     train_few_masks(size, args.data_dir, args.output_dir, args.seed, args.dtype, args.num_workers)
 
 

@@ -5,8 +5,8 @@ to find for longer with its vision model frozen. LLM and text_hidden_fcs then be
 weights, and vision model and SAM2 stay as they are: captions of all regions, and masks of those
 alone that are in part `captioned` of the scenes.
 
-Masks of such a base are cut to one connected piece (`one_piece_masks` of config.json): a third of
-their pixels would lie apart from it, which no caption tells.
+Masks of such a base are cut to one connected piece (`one_piece_masks` of config.json). Without the
+cut a third of a mask's pixels lay apart from that piece, and captions of such masks said little.
 
 Letters: B samples, D width of a prompt embedding.
 """
@@ -25,7 +25,7 @@ from sa2va_hf.losses import resize_masks, resized_mask_loss
 from sa2va_hf.tokenizer import load_tokenizer
 from tools.demo.model import initialise
 from tools.demo.new_folder import complete_or_absent
-from tools.demo.warm_start import PARTS, TrainingFolders, train_parts
+from tools.demo.warm_start import PARTS, TrainingRuns, train_parts
 from tools.experiments.base.train import VOCAB_SIZE, Size
 from tools.experiments.pictures.dataset import CAPTIONED, SEGMENTED, TRUTH, read_truth
 
@@ -82,19 +82,19 @@ def train_few_masks(
 ):
     """Train a base for loop 2 on the scenes below `data_dir` into output_dir/base."""
     train, heldout = data_dir / "train", data_dir / "heldout"
-    runs = TrainingFolders(train, heldout, output_dir, seed, dtype, num_workers)
-    found = train_parts(size.config, VOCAB_SIZE, BEFORE, size.few_masks, runs)
+    runs = TrainingRuns(train, heldout, output_dir, seed, dtype, num_workers)
+    model_path = train_parts(size.config, VOCAB_SIZE, BEFORE, size.loop2, runs)
     begin = output_dir / "begin"
     if not begin.exists():
         with complete_or_absent(begin) as unfinished:
-            with_new_llm(found, seed).save_pretrained(unfinished, torch.float32)
-            load_tokenizer(found).save_pretrained(unfinished)
+            with_new_llm(model_path, seed).save_pretrained(unfinished, torch.float32)
+            load_tokenizer(model_path).save_pretrained(unfinished)
     flags = f"{FEW_MASKS} --truth {train / TRUTH}"
-    runs.save_base(runs.train("few_masks", begin, flags, **size.few_masks.numbers(len(BEFORE))))
+    runs.save_base(runs.train("few_masks", begin, flags, **size.loop2.flags(len(BEFORE))))
 
 
 def with_new_llm(base: Path, seed: int) -> Sa2VAModel:
-    """Return a base's model, float32, whose weights of NEW are random and masks one piece."""
+    """Return a base's model, float32, with random weights of NEW and masks of one piece."""
     model = Sa2VAModel.from_pretrained(base).float()
     torch.manual_seed(seed)
     drawn = Sa2VAModel(model.config)

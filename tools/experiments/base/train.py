@@ -15,31 +15,30 @@ class Size:
 
     Attributes:
         side: pixels of the image that the vision model sees.
-        schedule: of the parts of a base for loop 1.
-        few_masks: of the parts of a base for loop 2.
+        loop1, loop2: schedules of the parts of a base for each loop.
     """
 
     side: int
     width: int
     vision_layers: int
     llm_layers: int
-    schedule: Schedule
-    few_masks: Schedule
+    loop1: Schedule
+    loop2: Schedule
 
     @property
     def config(self) -> dict:
         return config_of(self.side, self.width, self.vision_layers, self.llm_layers)
 
 
-RATES, FEW_RATES = (1.5e-3, 4e-4, 6e-4), (1.5e-3, 4e-4, 4e-4, 1.2e-3)
+RATES1, RATES2 = (1.5e-3, 4e-4, 6e-4), (1.5e-3, 4e-4, 4e-4, 1.2e-3)
 SIZES = {
     "small": Size(
         side=336,
         width=256,
         vision_layers=4,
         llm_layers=3,
-        schedule=Schedule((600, 100, 300), (64,) * 3, RATES),
-        few_masks=Schedule((600, 100, 400, 700), (64,) * 4, FEW_RATES),
+        loop1=Schedule((600, 100, 300), (64,) * 3, RATES1),
+        loop2=Schedule((600, 100, 400, 700), (64,) * 4, RATES2),
     ),
     # shows that the commands run
     "tiny": Size(
@@ -47,8 +46,8 @@ SIZES = {
         width=64,
         vision_layers=1,
         llm_layers=1,
-        schedule=Schedule((4, 2, 2), (8,) * 3, RATES),
-        few_masks=Schedule((2, 2, 2, 30), (16,) * 4, FEW_RATES),
+        loop1=Schedule((4, 2, 2), (8,) * 3, RATES1),
+        loop2=Schedule((2, 2, 2, 30), (16,) * 4, RATES2),
     ),
 }
 
@@ -58,6 +57,4 @@ def train_on_scenes(
 ):
     """Train a base on the scenes below `data_dir` into output_dir/base."""
     splits = (data_dir / "train", data_dir / "heldout")
-    train_base(
-        size.config, VOCAB_SIZE, size.schedule, *splits, output_dir, seed, dtype, num_workers
-    )
+    train_base(size.config, VOCAB_SIZE, size.loop1, *splits, output_dir, seed, dtype, num_workers)
