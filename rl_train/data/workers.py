@@ -6,11 +6,12 @@ exception.
 """
 
 import io
-import multiprocessing.connection
+import multiprocessing
 import pickle
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -51,7 +52,8 @@ def reporting_dead_workers(
         except (EOFError, ConnectionError) as error:
             time.sleep(1)  # of a worker that died while it sent: SIGCHLD comes a moment later
             *_, innermost = traceback.extract_tb(error.__traceback__)
-            if innermost.filename != multiprocessing.connection.__file__:
+            # Its connection, or the file descriptor of a tensor that is fetched.
+            if Path(innermost.filename).parent != Path(multiprocessing.__file__).parent:
                 raise
             # torch's error is lost if SIGCHLD comes inside a callback of the garbage collector.
             raise RuntimeError("DataLoader worker exited unexpectedly") from error

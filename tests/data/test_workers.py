@@ -3,8 +3,10 @@
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
+from multiprocessing import reduction
 
 import pytest
 import torch
@@ -78,6 +80,16 @@ def test_a_worker_whose_death_was_not_signalled():
         reporting_dead_workers(1, receiver.recv)
 
 
+def test_a_worker_that_dies_while_a_tensor_is_fetched():
+    """As it was seen once: the file descriptor of a tensor is asked for, and nobody answers."""
+    ours, worker = socket.socketpair()
+    ours.send(b"which file?")
+    worker.close()  # with unread bytes: a reset
+    with pytest.raises(UserFault, match="^--num_workers 1: DataLoader worker exited unexpectedly;"):
+        reporting_dead_workers(1, reduction.recvfds, ours, 1)
+    ours.close()
+
+
 def test_other_lost_connections_pass():
     def lose():
         raise ConnectionResetError("of a judge")
@@ -98,6 +110,7 @@ def test_other_errors_pass():
 # ever for one that a full /dev/shm had cost it.
 FULL = """
 import sys
+from multiprocessing import reduction
 import torch
 from rl_train.data import GraspAnyRegionDataset
 from rl_train.data.loader import eval_loader
