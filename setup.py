@@ -36,12 +36,16 @@ setup(
         "pyyaml",
     ],
     extras_require={
-        "test": ["pytest", "pytest-xdist", "hypothesis", "datasets", "openai", "ruff", "inflect"],
+        "test": [
+            *("pytest", "pytest-xdist", "hypothesis", "ruff"),
+            *("datasets", "openai", "inflect", "matplotlib"),
+        ],
         "oracle": ["trl==1.16.0", "pytest", "datasets", "pycocoevalcap"],
         "judge": ["openai"],
         "wandb": ["wandb"],
         "app": ["gradio>=5"],
         "quantize": ["bitsandbytes>=0.50"],
         "eval": ["inflect"],
+        "plot": ["matplotlib"],
     },
 )

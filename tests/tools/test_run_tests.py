@@ -10,7 +10,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 # What a machine with a GPU may lack: the extras of setup.py.
-OPTIONAL = "datasets trl inflect hypothesis openai xdist pycocoevalcap"
+OPTIONAL = "datasets trl inflect hypothesis openai xdist pycocoevalcap matplotlib"
 WITHOUT = f"""
 import sys
 from functools import partial

@@ -22,6 +22,7 @@ docs/results.md and docs/points.md are made by this program.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -36,6 +37,7 @@ from rl_train.cli import check_same, parse
 from rl_train.rewards import ablations
 from rl_train.utils.command_line import FlagParser, run_program
 from rl_train.utils.io import read_json
+from tools.experiments.sweep_plot import draw
 from tools.experiments.sweep_table import evaluations, markdown, summary
 
 # Flags of rl_train.train: what of a demo's folder a run is given, those of the demo in
@@ -195,6 +197,8 @@ def build_parser() -> FlagParser:
     add("--metrics", nargs="+", help=measures)
     paired = "arms from which the others are told apart, paired by demo and seed"
     add("--against", nargs="+", default=[], metavar="ARM", help=paired)
+    picture = "also draw a value of TensorBoard, such as loop1/on_target, of --arms or of all runs"
+    add("--plot", nargs=2, metavar=("TAG", "FILE"), help=f"{picture}; needs matplotlib")
     extra = "further flags of rl_train.train, for all arms"
     add("extra", nargs="*", metavar="-- FLAGS", help=extra)
     return parser
@@ -207,6 +211,8 @@ def main(argv: list[str] | None = None):
         parser.error("--gpu: there is none")
     if not args.arms and not args.output.is_dir():
         parser.error(f"--output {args.output}: no such folder, and no --arms to fill it")
+    if args.plot and not importlib.util.find_spec("matplotlib"):
+        parser.error("--plot: matplotlib is not installed (pip install matplotlib)")
     if args.lab:
         if not args.demos:
             parser.error("--lab: name the bases in --demos")
@@ -236,6 +242,12 @@ def main(argv: list[str] | None = None):
     else:
         print(markdown(summarised, args.metrics))
         (args.output / "table.json").write_text(json.dumps(summarised, indent=1) + "\n")
+    if args.plot:
+        tag, file = args.plot
+        try:
+            draw(args.output, tag, args.arms).savefig(file, dpi=110)
+        except ValueError as error:
+            faults.append(str(error))
     if faults:
         raise SystemExit("sweep: " + "; ".join(faults))
 
