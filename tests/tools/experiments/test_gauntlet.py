@@ -14,6 +14,7 @@ from tests.runs import CHECKPOINT, on_one_core
 from tools.experiments.gauntlet import __main__ as gauntlet
 from tools.experiments.gauntlet import loop2
 from tools.experiments.gauntlet.regions import Regions
+from tools.experiments.gauntlet.samples import PickBy
 from tools.experiments.scalar_baseline import GRIDS
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
@@ -88,6 +89,8 @@ def test_loop_2_is_measured_by_its_highest_logits_and_its_reward_is_the_one_aske
         return kept[-1]
 
     monkeypatch.setattr(loop2, "sample_scores", keeping)
+    # A direction that training regions would choose; the oracle's is not chosen.
+    monkeypatch.setattr(loop2, "choose_direction", lambda name, *_: PickBy(name, "smallest", 0.0))
     asked = "--loops 2 --loop2_reward likelihood --loop2_measure pointed --latent_std 1"
     gauntlet.main(argv(data, tmp_path / "out", *asked.split()))
     table = json.loads((tmp_path / "out" / "table.json").read_text())["loop2"]
@@ -99,6 +102,9 @@ def test_loop_2_is_measured_by_its_highest_logits_and_its_reward_is_the_one_aske
     best = scores["iou"].gather(1, scores["likelihood"].argmax(1, keepdim=True))[:, 0]
     assert table["values"][0]["best"]["iou"] == pytest.approx(best.tolist())
     assert set(scores["pointed"].unique().tolist()) <= {0, 1} and 0 < scores["pointed"].mean()
+    rows = {row["name"].removeprefix("best of G by "): row for row in table["rows"]}
+    assert rows["area"]["chosen"] == ["smallest"]
+    assert rows[loop2.ANY_OBJECT]["chosen"] == ["largest"]
     (values,) = table["values"]  # a threshold moves no highest logit
     assert values["threshold of the mask"]["pointed"] == values["greedy"]["pointed"]
 

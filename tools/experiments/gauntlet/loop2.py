@@ -50,6 +50,8 @@ MEASURES = {
 }
 # Rewards of the task, the default first.
 REWARDS = {"meteor": "METEOR", "likelihood": "likelihood with the image"}
+# An oracle that knows where all objects are, not which one is meant: the largest is picked.
+ANY_OBJECT = "IoU with any object"
 # Scores that are rewards of the task, or its ceiling: not cheap.
 TRUE_SCORES = REWARDS | {"iou": "IoU with the region: the ceiling"}
 
@@ -145,8 +147,8 @@ def cheap_scores(
         "majority": group_iou(masks, rollout.num_generations),
         "the most salient object": mask_iou(masks, rollout.of_rows(salient)).cpu(),
         "the part named in the phrase": torch.tensor(in_part),
-        "IoU with any object": best_object_iou(masks, batch.masks, batch.distractors),
-        "likelihood of another region's phrase": of_neighbour.cpu(),
+        ANY_OBJECT: best_object_iou(masks, batch.masks, batch.distractors),
+        "likelihood of another image's phrase": of_neighbour.cpu(),
         "likelihood without image": prior.cpu(),
     }
 
@@ -172,11 +174,13 @@ def choose(
     best = choose_variants(measure_variants(training, named), names, measure)
     scores = sample_scores(training, task, num_generations)
     cheap = [name for name in scores if name not in (*TRUE_SCORES, *MEASURES)]
+    picks = {name: choose_direction(name, scores[name], scores[measure]) for name in cheap}
+    picks[ANY_OBJECT] = PickBy(ANY_OBJECT, "largest", mean=0.0)
     return Chosen(
         reward,
         measure,
         {cause: (name.partition(": ")[2], named[name]) for cause, name in best.items()},
-        [choose_direction(name, scores[name], scores[measure]) for name in cheap],
+        list(picks.values()),
         task,
     )
 
