@@ -37,8 +37,14 @@ setup(
     ],
     extras_require={
         "test": [
-            *("pytest", "pytest-xdist", "hypothesis", "ruff"),
-            *("datasets", "openai", "inflect", "matplotlib"),
+            "pytest",
+            "pytest-xdist",
+            "hypothesis",
+            "ruff",
+            "datasets",
+            "openai",
+            "inflect",
+            "matplotlib",
         ],
         "oracle": ["trl==1.16.0", "pytest", "datasets", "pycocoevalcap"],
         "judge": ["openai"],
@@ -46,6 +52,5 @@ setup(
         "app": ["gradio>=5"],
         "quantize": ["bitsandbytes>=0.50"],
         "eval": ["inflect"],
-        "plot": ["matplotlib"],
     },
 )

@@ -110,7 +110,6 @@ def test_other_errors_pass():
 # ever for one that a full /dev/shm had cost it.
 FULL = """
 import sys
-from multiprocessing import reduction
 import torch
 from rl_train.data import GraspAnyRegionDataset
 from rl_train.data.loader import eval_loader

@@ -39,7 +39,7 @@ def draw(folder: Path, tag: str, arms: list[str]) -> "Figure":
     Raises:
         ValueError: an arm has no complete run, or its runs differ in length or logged no `tag`.
     """
-    from matplotlib.figure import Figure  # of an extra
+    from matplotlib.figure import Figure  # not a requirement of rl_train
 
     runs_of = complete(folder)
     for arm in arms:
@@ -53,7 +53,7 @@ def draw(folder: Path, tag: str, arms: list[str]) -> "Figure":
             raise ValueError(f"--plot {tag}: runs of {arm} differ in length")
         stacked = np.stack(curves)
         steps = SPAN * (np.arange(stacked.shape[1]) + 0.5)
-        (line,) = axes.plot(steps, stacked.mean(0), label=f"{arm}, {len(curves)} runs")
+        (line,) = axes.plot(steps, stacked.mean(0), label=f"{arm} (n = {len(curves)})")
         axes.fill_between(
             steps, stacked.min(0), stacked.max(0), color=line.get_color(), alpha=0.15, linewidth=0
         )

@@ -31,11 +31,11 @@ def test_a_line_is_the_mean_over_runs_and_a_point_that_of_a_span_of_steps(tmp_pa
     (axes,) = draw(tmp_path, TAG, []).axes
     drawn = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
     assert drawn == {
-        "loop1, 2 runs": [[SPAN / 2, 0.5], [SPAN * 3 / 2, 0.5]],
-        "loop1_area, 1 runs": [[SPAN / 2, 0.125], [SPAN * 3 / 2, 0.125]],
+        "loop1 (n = 2)": [[SPAN / 2, 0.5], [SPAN * 3 / 2, 0.5]],
+        "loop1_area (n = 1)": [[SPAN / 2, 0.125], [SPAN * 3 / 2, 0.125]],
     }
     (axes,) = draw(tmp_path, TAG, ["loop1_area"]).axes
-    assert [line.get_label() for line in axes.lines] == ["loop1_area, 1 runs"]
+    assert [line.get_label() for line in axes.lines] == ["loop1_area (n = 1)"]
     low, high = axes.get_ylim()
     assert low < 0.125 < high
 
