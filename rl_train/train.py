@@ -62,24 +62,29 @@ def train(run: Run, loader: DataLoader, end_step: StepCallback):
         # They stand in for pixel_values: computed once per image, for all rows, tasks and roles.
         features = policy.encode(loaded)
         policy.unshard_base(vision=config.rollout.resample_equal_groups > 0)  # with --fsdp
-        # Each task in turn; again for samples in the place of those whose rewards are all equal.
-        for task, batch, image_features in resampler.rounds(step, loaded, features):
-            rng = run.rng(task, batch)  # from (seed, step, task, sample, generation) alone
-            prompts = task.prompts(batch, image_features)  # B
-            with roles.use("policy"):  # no_grad, as every role
-                rollout = policy.sample(batch, image_features, prompts, G, T, rng.uniforms(T))  # N
-                if task.action:  # beside the text
-                    rollout.latents = task.action.draw(rollout, rng)
-            reference = None
-            if config.loss.kl_coef:
-                with roles.use("reference"):
-                    reference = reference_scores(policy, task, rollout, optim.micro_batch_size)
-            outcome = task.rewards(rollout)  # asks the teacher
-            training_reward = combine(
-                outcome.rewards, task.reward_weights, run.component_group_size
-            )
-            advantages = group_advantages(training_reward, G, config.loss.group_scale)  # (N,)
-            step.add(task, rollout, outcome, training_reward, advantages, reference)
+        # All tasks; again for samples in the place of those whose rewards are all equal.
+        for questions in resampler.rounds(step, loaded, features):
+            asked = []
+            # Loop 2 comes before loop 1, which then samples its captions together with those that
+            # loop 2 asks of the teacher.
+            for task, batch, image_features in reversed(questions):
+                rng = run.rng(task, batch)  # from (seed, step, task, sample, generation) alone
+                prompts = task.prompts(batch, image_features)  # B
+                uniforms = rng.uniforms(T)
+                with roles.use("policy"):  # no_grad, as every role
+                    rollout = policy.sample(batch, image_features, prompts, G, T, uniforms)  # N
+                    if task.action:  # beside the text
+                        rollout.latents = task.action.draw(rollout, rng)
+                reference = None
+                if config.loss.kl_coef:
+                    with roles.use("reference"):
+                        reference = reference_scores(policy, task, rollout, optim.micro_batch_size)
+                asked.append(step.ask(task, rollout, reference))  # asks the teacher
+            for question in reversed(asked):
+                outcome, weights = question.rewards(), question.task.reward_weights
+                training_reward = combine(outcome.rewards, weights, run.component_group_size)
+                advantages = group_advantages(training_reward, G, config.loss.group_scale)  # (N,)
+                step.add(question, outcome, training_reward, advantages)
         if step.num_batches < optim.gradient_accumulation_steps:
             continue
         if step.prepare_update():  # False if all rewards of each group are equal

@@ -10,11 +10,15 @@ The cache holds each prefix once: a prompt, for its rows; or what neighbouring p
 such as an image's tokens, for one row of each (`packing.CacheLayout`). The rest of a row's prompt
 and its new tokens lie in slots of its own.
 
+Answers of two roles can be sampled together: each token reads the frozen weights once for both. The
+first half of the rows has one role's LoRA, the second half the other's.
+
 Letters: P prefixes, G rows of each, N = P*G rows, L prefix slots, R slots of a row's rest, T new
 tokens, m prompt tokens, C width, V vocabulary, K key-value heads, D head size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,7 +29,7 @@ from rl_train.engine.decode_torch import TokenCache
 from rl_train.engine.layers import any_number, decoder_layer, norm
 from rl_train.engine.lm_head import product
 from rl_train.engine.packing import CacheLayout, SharedPrefixLayout, next_positions
-from rl_train.engine.sampling import Completions, SamplingParams
+from rl_train.engine.sampling import GREEDY, Completions, SamplingParams
 from sa2va_hf.to_device import to_device
 
 if TYPE_CHECKING:
@@ -34,7 +38,41 @@ if TYPE_CHECKING:
 
 PROMPT_SLOTS, NEW_SLOTS = 128, 64  # multiples to which L, R and T are rounded up: few graphs
 MAX_GRAPHS = 16  # kept; the oldest goes
+# Slots of the cache that prefixes may take once more, so that two roles' have equally many rows.
+MAX_REPEATED_SLOTS = 65_536
 POLL = 2  # tokens between two polls of whether all rows are done; each is read one poll late
+
+
+@dataclass
+class ComputedPrompts:
+    """Prompts that one role has computed, whose answers are still to be sampled."""
+
+    cache: list[list[torch.Tensor]]  # of each layer its keys and values, (m, K, D) each
+    layout: CacheLayout
+    next_position: torch.Tensor  # (P,) position of the first token behind each prompt
+    last: torch.Tensor  # (P, C) last hidden states
+    params: SamplingParams
+
+    def with_rows_per_prefix(self, num_rows: int) -> "ComputedPrompts":
+        """Return the same with `num_rows` rows of a prefix, a divisor of what it has."""
+        return replace(self, layout=self.layout.with_rows_per_prefix(num_rows))
+
+
+def joined(first: ComputedPrompts, second: ComputedPrompts) -> list[ComputedPrompts] | None:
+    """Return both with the same number of rows of a prefix, or None if one graph can't hold them.
+
+    It can if they end alike, and not too many prefixes have to lie in the cache several times.
+    """
+    both, ends = [first, second], []
+    for prompts in both:
+        params = prompts.params
+        ends.append((id(params.stop), params.pad_id, params.temperature, params.max_new_tokens))
+    fewest, most = sorted(prompts.layout.rows_per_prefix for prompts in both)
+    if ends[0] != ends[1] or most % fewest:
+        return None
+    split = [prompts.with_rows_per_prefix(fewest) for prompts in both]
+    slots = [int(sum(p.layout.prefix_lengths.sum() for p in each)) for each in (both, split)]
+    return split if slots[1] - slots[0] <= MAX_REPEATED_SLOTS else None
 
 
 class Decoder:
@@ -55,26 +93,33 @@ class Decoder:
         self.cache = None  # freed before there is another
         self.cache = weight.new_zeros(slots * self.slot_size)  # not empty: 0 * NaN is NaN
 
-    def graph(self, layout: CacheLayout, params: SamplingParams) -> "Graph":
-        """Return the graph for these sizes, captured at first use."""
-        num_prefixes = len(layout.prefixes)
+    def graph(self, parts: Sequence[ComputedPrompts]) -> "Graph":
+        """Return the graph for one or two roles' prompts, captured at first use."""
+        layouts, params = [part.layout for part in parts], parts[0].params
+        group = layouts[0].rows_per_prefix
+        num_prefixes = max(len(layout.prefixes) for layout in layouts)
         prefixes = _round_up(num_prefixes, 16)
         if num_prefixes <= 16:
             # The next power of 2: a few prefixes need not pay for 16.
             prefixes = 1 << (num_prefixes - 1).bit_length()
+        # Kernels take 16 rows of a LoRA at least.
+        while len(parts) > 1 and prefixes * group % 16:
+            prefixes *= 2
+        prefixes *= len(parts)
         sizes = dict(
+            num_loras=len(parts),
             num_prefixes=prefixes,
-            rows_per_prefix=layout.rows_per_prefix,
-            prefix_slots=_round_up(layout.prefixes.shape[1], PROMPT_SLOTS),
-            rest_slots=_round_up(layout.rests.shape[1], PROMPT_SLOTS),
+            rows_per_prefix=group,
+            prefix_slots=_round_up(max(one.prefixes.shape[1] for one in layouts), PROMPT_SLOTS),
+            rest_slots=_round_up(max(one.rests.shape[1] for one in layouts), PROMPT_SLOTS),
             num_tokens=_round_up(params.max_new_tokens, NEW_SLOTS),
+            greedy=all(part.params.uniforms is None for part in parts),
         )
         # Everything that a capture fixes. The stop text counts by identity, as its table does.
-        sampling = (params.stop, params.pad_id, params.temperature, params.uniforms is None)
-        key = (*sizes.values(), *sampling)
+        key = (*sizes.values(), params.stop, params.pad_id, params.temperature)
         if key not in self.graphs:
             own_slots = sizes["rest_slots"] + sizes["num_tokens"]  # of a row
-            slots = prefixes * (sizes["prefix_slots"] + layout.rows_per_prefix * own_slots)
+            slots = prefixes * (sizes["prefix_slots"] + group * own_slots)
             if len(self.graphs) == MAX_GRAPHS:
                 del self.graphs[next(iter(self.graphs))]  # dicts keep the order of insertion
             if self.cache.numel() < slots * self.slot_size:
@@ -84,40 +129,44 @@ class Decoder:
             )
         return self.graphs[key]
 
-    def generate(
+    def compute(
         self,
         embeds: torch.Tensor,
         attention_mask: torch.Tensor,
         position_ids: torch.Tensor,
         prefix_layout: SharedPrefixLayout,
         params: SamplingParams,
-    ) -> Completions:
-        """Sample completions; see `Engine.generate`.
+    ) -> ComputedPrompts:
+        """Compute prompts with the LoRA in use, which the copies are then of.
 
         Args:
             prefix_layout: layout of the prompts; it and their mask are on the CPU.
         """
-        layout = prefix_layout.cache_layout(params.num_generations)
-        with torch.autocast(embeds.device.type, enabled=False):
-            graph = self.graph(layout, params)
-            cache, next_position = [], next_positions(position_ids, attention_mask)
-            # This refreshes the copies of the LoRA for the graph too.
-            hidden = packed_forward.hidden_states(
-                self.fused, prefix_layout.gather(embeds), prefix_layout.layout, cache=cache
-            )
-            graph.load(cache, layout, next_position)
-            del cache  # copied: freed before the first token
-            graph.begin(prefix_layout.last(hidden)[:, 0], params.uniforms)
-            graph.run(params.max_new_tokens)
-        rows, copy_to_cpu = graph.rows, partial(torch.Tensor.to, device="cpu", copy=True)
-        valid, stopped = copy_to_cpu(graph.valid[rows]), copy_to_cpu(graph.done[rows])
-        # At least one column, also where no row has a token.
-        columns = slice(max(1, int(valid.sum(1).max())))
-        logp, hidden = graph.logp[rows, columns], graph.hiddens[rows, columns]  # copies
-        hidden[:, -1] = 0.0  # a graph may have run beyond the last answer's end
-        return Completions(
-            copy_to_cpu(graph.ids[rows, columns]), logp, valid[:, columns], stopped, hidden
+        cache, layout = [], prefix_layout.cache_layout(params.num_generations)
+        hidden = packed_forward.hidden_states(
+            self.fused, prefix_layout.gather(embeds), prefix_layout.layout, cache=cache
         )
+        next_position = next_positions(position_ids, attention_mask)
+        return ComputedPrompts(
+            cache, layout, next_position, prefix_layout.last(hidden)[:, 0], params
+        )
+
+    @torch.no_grad()
+    def sample(self, parts: Sequence[ComputedPrompts]) -> list[Completions]:
+        """Sample the answers of one or two roles' prompts; see `Engine.generate`.
+
+        Args:
+            parts: of the role whose LoRA the copies are of, and, as `joined` returns them, of that
+                whose LoRA is held. Their caches are emptied.
+        """
+        with torch.autocast(parts[0].last.device.type, enabled=False):
+            graph = self.graph(parts)
+            graph.load(parts)
+            for part in parts:
+                part.cache.clear()  # copied: freed before the first token
+            graph.begin(parts)
+            graph.run(parts[0].params.max_new_tokens)
+        return [graph.completions(rows) for rows in graph.rows]
 
 
 class Graph:
@@ -128,8 +177,13 @@ class Graph:
     Args:
         fused: `fused_weights.FusedModel`; cache: numbers that hold at least all keys and values.
         pool: CUDA graphs' memory pool, None on the CPU.
+        num_loras: 2: the second half of the rows has the LoRA that is held.
         num_prefixes, rows_per_prefix, prefix_slots, rest_slots, num_tokens: P, G, L, R, T.
-        params: its stop, pad_id, temperature and whether it has uniforms are read.
+        greedy: whether all rows are.
+        params: its stop, pad_id and temperature are read.
+
+    Attributes:
+        rows: of one or two roles the rows (n,) of their answers; the others are unused.
     """
 
     def __init__(
@@ -137,20 +191,22 @@ class Graph:
         fused: "FusedModel",
         cache: torch.Tensor,
         pool: tuple[int, int] | None,
+        num_loras: int,
         num_prefixes: int,
         rows_per_prefix: int,
         prefix_slots: int,
         rest_slots: int,
         num_tokens: int,
+        greedy: bool,
         params: SamplingParams,
     ):
         self.fused, self.rows_per_prefix, self.rest_slots = fused, rows_per_prefix, rest_slots
+        self.num_loras, self.greedy, self.rows = num_loras, greedy, []
         self.vocab, width = fused.head.weight.shape
         self.stop = params.stop
         # A captured graph reads this address, so the table must not be freed.
         self.table = params.stop and params.stop.table
         self.pad_id, self.temperature = params.pad_id, params.temperature
-        self.greedy = params.uniforms is None
         n, new_zeros = num_prefixes * rows_per_prefix, cache.new_zeros
         layers, kv, size = len(fused.layers), fused.num_kv, fused.head_size
         prefix_shape = (layers, 2, num_prefixes, kv, prefix_slots, size)
@@ -200,51 +256,69 @@ class Graph:
             self.advance()
         return graph
 
-    def load(
-        self, cache: list[list[torch.Tensor]], layout: CacheLayout, next_position: torch.Tensor
-    ):
-        """Copy the keys and values of p prompts to the end of their slots.
+    def load(self, parts: Sequence[ComputedPrompts]):
+        """Copy the keys and values of one or two roles' prompts to the end of their slots."""
+        self.pad.fill_(self.prefix.shape[4])  # unused prefixes are empty
+        for buffer in (self.position, self.own_pad):
+            buffer.zero_()  # of unused rows
+        first = range(0, len(self.pad), len(self.pad) // len(parts))  # prefix of each role
+        self.rows = [self._load(*part) for part in zip(first, parts)]
 
-        Args:
-            cache: of each layer its keys and values, (m, K, D) each.
-            next_position: (p,) position of the first token behind each prompt.
-        """
-        device, slots, rest_slots = self.pad.device, self.prefix.shape[4], self.rest_slots
-        num_prefixes, length = layout.prefixes.shape
+    def _load(self, first: int, prompts: ComputedPrompts) -> torch.Tensor:
+        """Copy a role's keys and values, its prefixes from `first` on; return its rows."""
+        layout, slots, rest_slots = prompts.layout, self.prefix.shape[4], self.rest_slots
+        device, (num_prefixes, length) = self.pad.device, layout.prefixes.shape
+        own = slice(first, first + num_prefixes)
         rest_length = layout.rests.shape[1]
         prefixes, rests = to_device(layout.prefixes, device), to_device(layout.rests, device)
-        self.rows = to_device(layout.rows, device)  # the others are unused
-        self.pad.fill_(slots)  # unused prefixes are empty
-        self.pad[:num_prefixes].copy_(slots - layout.prefix_lengths, non_blocking=True)
-        # Of each prompt's rows; unused rows stay at 0.
-        num_generations = len(layout.rows) // len(next_position)
-        position = next_position.repeat_interleave(num_generations)
+        rows = to_device(layout.rows + first * self.rows_per_prefix, device)
+        self.pad[own].copy_(slots - layout.prefix_lengths, non_blocking=True)
+        # Of each prompt's rows.
+        num_generations = len(rows) // len(prompts.next_position)
+        position = prompts.next_position.repeat_interleave(num_generations)
         own_pad = (rest_slots - layout.rest_lengths).int().repeat_interleave(num_generations)
-        self.position.zero_().index_copy_(0, self.rows, to_device(position, device))
-        self.own_pad.zero_().index_copy_(0, self.rows, to_device(own_pad, device))
+        self.position.index_copy_(0, rows, to_device(position, device))
+        self.own_pad.index_copy_(0, rows, to_device(own_pad, device))
         # Aligned to the right, so that padding is one number a prefix or a row.
-        for prefix, suffix, layer in zip(self.prefix, self.suffix, cache):
-            for shared, own, source in zip(prefix, suffix, layer):
+        for prefix, suffix, layer in zip(self.prefix, self.suffix, prompts.cache):
+            for shared, of_rows, source in zip(prefix, suffix, layer):
                 # (m, K, D) -> (prefixes, K, length, D)
-                shared[:num_prefixes, :, slots - length :] = source[prefixes].transpose(1, 2)
+                shared[own, :, slots - length :] = source[prefixes].transpose(1, 2)
                 if rest_length:  # then each prompt has one row
                     rest = source[rests].transpose(1, 2)
-                    own[self.rows, :, rest_slots - rest_length : rest_slots] = rest
+                    of_rows[rows, :, rest_slots - rest_length : rest_slots] = rest
+        return rows
 
-    def begin(self, hidden: torch.Tensor, uniforms: torch.Tensor | None):
-        """Sample the first token of the rows of p prompts from their last hidden states (p, C)."""
-        rows = self.rows
-        if uniforms is not None:
-            uniforms = to_device(uniforms.double(), self.uniforms.device)
-            self.uniforms[rows, : uniforms.shape[1]] = uniforms
+    def begin(self, parts: Sequence[ComputedPrompts]):
+        """Sample the first token of each row from its prompt's last hidden state."""
         for buffer in (self.step, self.state, self.valid, self.hiddens):
             buffer.zero_()
         self.slot.fill_(self.rest_slots)
-        self.done.fill_(True).index_fill_(0, rows, False)  # unused rows are done from the start
-        if self.fused.before_norm:
-            hidden = norm(hidden, self.fused.final_norm)
-        hidden = hidden.repeat_interleave(len(rows) // len(hidden), 0)
-        self.sample(torch.zeros_like(self.hiddens[:, 0]).index_copy_(0, rows, hidden))
+        self.done.fill_(True)  # unused rows are done from the start
+        first = torch.zeros_like(self.hiddens[:, 0])
+        for rows, part in zip(self.rows, parts):
+            self.done.index_fill_(0, rows, False)
+            hidden, uniforms = part.last, part.params.uniforms
+            if self.fused.before_norm:
+                hidden = norm(hidden, self.fused.final_norm)
+            first.index_copy_(0, rows, hidden.repeat_interleave(len(rows) // len(hidden), 0))
+            if uniforms is not None:
+                uniforms = to_device(uniforms.double(), self.uniforms.device)
+                self.uniforms[rows, : uniforms.shape[1]] = uniforms
+            elif not self.greedy:
+                self.uniforms[rows] = GREEDY
+        self.sample(first)
+
+    def completions(self, rows: torch.Tensor) -> Completions:
+        """Return copies of what was sampled in some rows."""
+        copy_to_cpu = partial(torch.Tensor.to, device="cpu", copy=True)
+        valid, stopped = copy_to_cpu(self.valid[rows]), copy_to_cpu(self.done[rows])
+        # At least one column, also where no row has a token.
+        columns = slice(max(1, int(valid.sum(1).max())))
+        logp, hidden = self.logp[rows, columns], self.hiddens[rows, columns]  # copies
+        hidden[:, -1] = 0.0  # a graph may have run beyond the last answer's end
+        ids = copy_to_cpu(self.ids[rows, columns])
+        return Completions(ids, logp, valid[:, columns], stopped, hidden)
 
     def run(self, max_new_tokens: int):
         """Decode until all rows are done, or max_new_tokens.
@@ -296,7 +370,8 @@ class Graph:
                 *prefix, *suffix, pad=self.pad, own_pad=self.own_pad, done=self.done, slot=self.slot
             )
             attention, parts = partial(ops.attend, cache), ops.parts(cache)
-            x = decoder_layer(x, layer.copied, rotation, attention, parts)
+            weights = layer.of_two if self.num_loras > 1 else layer.copied
+            x = decoder_layer(x, weights, rotation, attention, parts)
         residual, normed = ops.final(x, fused.final_norm)
         return residual if fused.before_norm else normed, normed
 

@@ -7,13 +7,14 @@ Letters: N = P*G rows of P prefixes, H query heads, K key-value heads, D head si
 S suffix slots, T new tokens, C width, V vocabulary.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from rl_train.engine import layers
-from rl_train.engine.layers import Norm, Parts, Rotation
+from rl_train.engine.layers import Linears, Norm, Parts, Rotation
 from rl_train.engine.sampling import sample_token
 
 if TYPE_CHECKING:
@@ -45,7 +46,20 @@ def rotation(cos: torch.Tensor, sin: torch.Tensor, position: torch.Tensor) -> Ro
 
 def parts(cache: TokenCache) -> Parts:
     """Return what computes a layer whose newest keys and values go to `cache`."""
-    return layers.PLAIN
+    return layers.PLAIN._replace(linear=linear)
+
+
+def linear(x: torch.Tensor, linears: Linears) -> Sequence[torch.Tensor]:
+    """Compute `layers.linear`; each half of the rows with its own LoRA if there are two."""
+    if not linears.second_b:
+        return layers.linear(x, linears)
+    num_outputs, halves = sum(linears.sizes), []
+    bias = None if linears.bias is None else linears.bias[:num_outputs]
+    base = linears._replace(weight=linears.weight[:num_outputs], bias=bias, second_b=())
+    loras = zip(linears.weight[num_outputs:].chunk(2), (linears.b, linears.second_b))
+    for rows, (a, b) in zip(x.chunk(2), loras):
+        halves.append(layers.linear(rows, base._replace(a=[a], b=b)))
+    return [torch.cat(outputs) for outputs in zip(*halves)]
 
 
 def attend(

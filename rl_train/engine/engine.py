@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rl_train.distributed.fsdp import ShardedLayers
 from rl_train.engine import hf_backend, packed_forward
-from rl_train.engine.decode import Decoder
+from rl_train.engine.decode import ComputedPrompts, Decoder, joined
 from rl_train.engine.fused_weights import FusedModel, unsupported
 from rl_train.engine.lm_head import token_logps
 from rl_train.engine.packing import Packed, pack, positions, shared_prefix_layout
@@ -87,6 +87,7 @@ class Engine:
         dynamic = config.rope_parameters["rope_type"] == "dynamic"
         self.max_positions = config.max_position_embeddings if dynamic else None
         self._fused = self._decoder = None
+        self._delayed: DelayedCompletions | None = None  # whose prompts are computed
         self.sharded: ShardedLayers | None = None
         self.gathered_at: list[int] = []  # addresses of the matrices at the last `unshard`
 
@@ -149,7 +150,7 @@ class Engine:
         assert self.sharded is None, "layers in shards cannot be saved: load the base anew"
         if self._fused is not None:
             self._fused.release()
-        self._fused = self._decoder = None
+        self._fused = self._decoder = self._delayed = None
 
     def free_cache(self):
         """Free the sampler's cache and graphs, which its next use makes anew."""
@@ -168,7 +169,8 @@ class Engine:
         uniforms: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         shared_prefix_lengths: list[int] | None = None,
-    ) -> Completions:
+        delay: bool = False,
+    ) -> "Completions | DelayedCompletions":
         """Sample G completions of each prompt; their T is the longest row's length.
 
         Sampling is by inverse CDF of softmax(logits / temperature): no top-k, no top-p, no
@@ -181,6 +183,8 @@ class Engine:
             position_ids: (A, P, L); default counts the attended tokens.
             shared_prefix_lengths: how many leading embeddings each prompt has in common with the
                 one before it, which are then computed once; None: 0.
+            delay: return `DelayedCompletions`, sampled together with the next that are not, by the
+                LoRA in use now, whatever is in use then. Without a GPU they are sampled at once.
 
         Raises:
             ValueError: `uniforms` has another shape; an answer may pass `max_positions`.
@@ -198,14 +202,46 @@ class Engine:
             temperature=self.temperature,
             uniforms=uniforms,
         )
+        if delay:
+            self.answer_delayed()  # one at a time
         fused = self.fused(embeds)
         self._check_sharded(fused)
         if fused is None:  # the model's own modules
-            return hf_backend.generate(
+            completions = hf_backend.generate(
                 self.language_model, embeds, mask, position_ids_cpu, params, self.head_norm
             )
+            return DelayedCompletions(completions) if delay else completions
         prefix_layout = shared_prefix_layout(mask, position_ids_cpu, shared_prefix_lengths)
-        return self._decoder.generate(embeds, mask, position_ids_cpu, prefix_layout, params)
+        with torch.autocast(embeds.device.type, enabled=False):
+            prompts = self._decoder.compute(embeds, mask, position_ids_cpu, prefix_layout, params)
+        if delay and self.sharded is None:
+            return self._delay(prompts)
+        completions = self._sample(prompts)
+        return DelayedCompletions(completions) if delay else completions
+
+    def _delay(self, prompts: ComputedPrompts) -> "DelayedCompletions":
+        """Hold the LoRA that computed some prompts, until they are answered."""
+        if self._fused.hold():
+            self.free_cache()  # its graphs read the former matrices
+        self._delayed = DelayedCompletions(None, self, prompts)
+        return self._delayed
+
+    def _sample(self, prompts: ComputedPrompts) -> Completions:
+        """Return the answers to prompts just computed; if they fit, also answer delayed ones."""
+        delayed = self._delayed
+        both = delayed and joined(prompts, delayed.prompts)
+        if not both:
+            return self._decoder.sample([prompts])[0]
+        self._delayed = None
+        completions, delayed.completions = self._decoder.sample(both)
+        return completions
+
+    def answer_delayed(self):
+        """Sample the delayed completions by themselves, if there are any."""
+        delayed, self._delayed = self._delayed, None
+        if delayed is not None:
+            self._fused.recall()
+            (delayed.completions,) = self._decoder.sample([delayed.prompts])
 
     def score(
         self,
@@ -307,6 +343,21 @@ class Engine:
             temperature=self.temperature,
             vocabulary=len(weight),
         )
+
+
+@dataclass
+class DelayedCompletions:
+    """Completions that are sampled together with the engine's next, or when they are read."""
+
+    completions: Completions | None
+    engine: Engine | None = None
+    prompts: ComputedPrompts | None = None
+
+    def read(self) -> Completions:
+        """Return the completions, sampled now if no others came."""
+        if self.completions is None:
+            self.engine.answer_delayed()
+        return self.completions
 
 
 def _to_cpu(attention_mask, position_ids):

@@ -6,7 +6,8 @@ gathered, this rank's parts do not exist beside them: the last layers' matrices 
 Linears that read one input are one product. Of [Wq; Wk; Wv; Aq; Ak; Av] the W are the model's
 frozen weights, of which there is one copy in memory; the rows of the LoRA are copied in from the
 live float32 parameters, of whatever role is active, by `refresh`. Only what autograd is to follow
-reads the parameters themselves.
+reads the parameters themselves. A second LoRA, whose A are the last rows, is there from `hold` on:
+with it the sampler writes answers of two roles at a time.
 
 Letters: r LoRA rank, k linears of one input, D head size, V vocabulary, C width.
 """
@@ -35,8 +36,10 @@ class FusedLinears:
 
     Attributes:
         sources, targets: A, B of the first linear, of the second, ..: parameters and their copies.
+        second_targets: likewise of the second LoRA.
         live, copied: the linears as `layers.linear` takes them; their LoRA is the parameters
             themselves, or their copies.
+        of_two: as `copied`, with both LoRAs.
         sizes: outputs of each linear.
         memory: where the matrix lies while all layers in shards are gathered; None: anywhere.
     """
@@ -47,14 +50,15 @@ class FusedLinears:
         self.sources, self.sharded = [p for lora in self.loras for p in lora[:2]], sharded
         self.sizes = [base.out_features for base in self.bases]
         self.memory: torch.Tensor | None = None
+        self.has_second = False
         self.free()
         if not sharded:
             self.fill()
 
     def free(self):
         """Let go of the matrix."""
-        self.live = self.copied = None
-        self.targets = []
+        self.live = self.copied = self.of_two = None
+        self.targets, self.second_targets = [], []
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -68,23 +72,28 @@ class FusedLinears:
         Args:
             memory: where to; None: into new memory.
         """
-        self.targets = []
+        self.targets, self.second_targets = [], []
         bases, loras, sizes, views = self.bases, self.loras, self.sizes, not self.sharded
         scaling, outputs = loras[0][2] if loras else 0.0, sum(sizes)
         new, rank = bases[0].weight.new_zeros, len(loras[0][0]) if loras else 0
-        a = new(rank * len(loras), bases[0].in_features)
-        # (outputs + k*r, inputs)
+        num_loras, with_lora = 2 if self.has_second else 1, outputs + rank * len(loras)
+        a = new(num_loras * rank * len(loras), bases[0].in_features)
+        # (outputs + k*r, inputs), and k*r more rows of the second LoRA
         weight, bias = _joined([base.weight for base in bases], a, views, memory), None
         if any(base.bias is not None for base in bases):
             assert all(base.bias is not None for base in bases), "a bias on some linears only"
             # LoRA's A have no bias: zeros stand in their rows.
             bias = _joined([base.bias for base in bases], a[:, 0], views)
-        joined_b, rows_b = None, ()
+        joined_b, rows_b = [None], [()] * num_loras
         if loras:
-            joined_b = new(outputs, rank)
-            rows_a, rows_b = weight[outputs:].split(rank), joined_b.split(sizes)
-            for rows in zip(rows_a, rows_b):  # views: copying into them fills the matrices
+            joined_b = new(num_loras, outputs, rank)
+            rows_a = weight[outputs:].split(rank)
+            rows_b = [each.split(sizes) for each in joined_b]
+            # Views: copying into them fills the matrices.
+            for rows in zip(rows_a, rows_b[0]):
                 self.targets += rows
+            for rows in zip(rows_a[len(loras) :], rows_b[-1]):  # none without the second
+                self.second_targets += rows
             _copy(self.targets, self.sources)
         # Two views of one storage: with autograd the LoRA's parameters, without it their copies.
         self.live = layers.Linears(
@@ -97,8 +106,19 @@ class FusedLinears:
             b=self.sources[1::2],
         )
         self.copied = layers.Linears(
-            weight=weight, bias=bias, sizes=sizes, scaling=scaling, b=rows_b, joined_b=joined_b
+            weight=weight[:with_lora],
+            bias=None if bias is None else bias[:with_lora],
+            sizes=sizes,
+            scaling=scaling,
+            b=rows_b[0],
+            joined_b=joined_b[0],
         )
+        if self.has_second and loras:
+            self.of_two = self.copied._replace(
+                weight=weight, bias=bias, joined_b=joined_b, second_b=rows_b[1]
+            )
+        else:
+            self.of_two = self.copied
 
     def parts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return (this rank's part of a weight, the same as copied from the matrix) of each."""
@@ -125,6 +145,7 @@ class FusedLayer:
 
     Attributes:
         live, copied: its weights; their LoRA is the parameters themselves, or their copies.
+        of_two: its weights with two LoRAs, once there is a second.
         sources, targets: parameters of its LoRA and their copies.
     """
 
@@ -163,7 +184,7 @@ class FusedLayer:
     def _collect(self):
         """Take over what the groups of linears have."""
         layer, family = self.module, self.family
-        self.live, self.copied = (
+        self.live, self.copied, self.of_two = (
             layers.Layer(
                 norm=norm_of(layer.get_submodule(family.norm)),
                 qkv=qkv,
@@ -174,10 +195,18 @@ class FusedLayer:
                 down=down,
             )
             for qkv, out, gate_up, down in zip(
-                *[(group.live, group.copied) for group in self.linears]
+                *[(group.live, group.copied, group.of_two) for group in self.linears]
             )
         )
         self.targets = [target for group in self.linears for target in group.targets]
+
+    def add_second(self) -> list[torch.Tensor]:
+        """Make the matrices anew with room for a second LoRA, and return its tensors."""
+        for group in self.linears:
+            group.has_second = True
+            group.fill()
+        self._collect()
+        return [target for group in self.linears for target in group.second_targets]
 
 
 def norm_of(module: nn.Module) -> layers.Norm:
@@ -202,6 +231,7 @@ class FusedModel:
 
     Attributes:
         is_whole: whether the matrices of all layers are there.
+        second_targets: copies of the LoRA that `hold` keeps; None: never called.
     """
 
     def __init__(
@@ -231,6 +261,7 @@ class FusedModel:
         # (sources, targets) of all layers in one list: one call copies the LoRA.
         self.sources = [source for layer in self.layers for source in layer.sources]
         self.targets = [target for layer in self.layers for target in layer.targets]
+        self.second_targets: list[torch.Tensor] | None = None
         rotary = model.rotary_emb
         # Not `inv_freq`: after a long call of the modules it is that of dynamic RoPE.
         self.inv_freq = rotary.original_inv_freq.float()
@@ -342,6 +373,27 @@ class FusedModel:
         """Call `refresh` if the copies are of another LoRA than the active one."""
         if self.copied_from != address(self.sources):
             self.refresh()
+
+    def hold(self) -> bool:
+        """Copy the LoRA of the copies into the second one, which `refresh` does not change.
+
+        Returns:
+            whether the matrices have moved: at the first call.
+        """
+        assert not self.is_sharded
+        is_first = self.second_targets is None
+        if is_first:
+            self.second_targets = [t for layer in self.layers for t in layer.add_second()]
+            self.targets = [target for layer in self.layers for target in layer.targets]
+            self.state = self._state()
+            self.refresh()
+        _copy(self.second_targets, self.targets)
+        return is_first
+
+    def recall(self):
+        """Copy the LoRA that was held back into the copies, until the next `refresh`."""
+        _copy(self.targets, self.second_targets)
+        self.copied_from = None
 
     def release(self):
         """Give the model's parameters storage of their own; this object must not be used after."""

@@ -59,7 +59,7 @@ def behind_attention_vjp(
 
 def _apart(linears: Linears):
     """Return the linears without LoRA, and (A, B), where A were the last rows of weight."""
-    weight, bias, sizes, scaling, a, b, _ = linears
+    weight, bias, sizes, scaling, a, b, *_ = linears
     outputs = sum(sizes)
     bias = None if bias is None else bias[:outputs]  # without the zeros of LoRA's A
     frozen = Linears(weight[:outputs], bias, sizes, scaling)

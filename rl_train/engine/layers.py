@@ -39,6 +39,8 @@ class Linears(NamedTuple):
         a: LoRA's A (r, C) of each, or one of all.
         b: LoRA's B (outputs of its own, r) of each; none: no LoRA.
         joined_b: `b` as one tensor (outputs, r), which kernels read, or None.
+        second_b: B of a second LoRA, which the second half of the rows has: only the sampler's
+            parts take it. Its A are the last rows of weight, and `joined_b` is (2, outputs, r).
     """
 
     weight: torch.Tensor
@@ -48,6 +50,7 @@ class Linears(NamedTuple):
     a: Sequence[torch.Tensor] = ()
     b: Sequence[torch.Tensor] = ()
     joined_b: torch.Tensor | None = None
+    second_b: Sequence[torch.Tensor] = ()
 
 
 class Layer(NamedTuple):
@@ -91,7 +94,7 @@ def norm(x: torch.Tensor, weights: Norm) -> torch.Tensor:
 
 def linear(x: torch.Tensor, linears: Linears) -> Sequence[torch.Tensor]:
     """Return the output (m, outputs) of each of k linears of one input."""
-    weight, bias, sizes, scaling, a, b, _ = linears
+    weight, bias, sizes, scaling, a, b, *_ = linears
     # LoRA's A are rows of weight: one product gives the outputs and A's (m, k*r).
     if b and not a:
         y = F.linear(x, weight, bias)

@@ -5,6 +5,7 @@ program. Kernels read all their inputs before they compute: most of their time i
 first of these.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -44,13 +45,16 @@ class Projected(NamedTuple):
 
 def complete(projected: Projected) -> Sequence[torch.Tensor]:
     """Return what `layers.linear` does, in plain torch."""
-    y, (_, bias, sizes, scaling, _, b, _), normed = projected
+    y, (_, bias, sizes, scaling, _, b, _, second_b), normed = projected
     dtype, outputs = projected.linears.weight.dtype, sum(sizes)
     y = y.sum(0) if y.dim() > 2 else y
     y, inner = y[:, :outputs].float(), y[:, outputs:].to(dtype)
-    if b:
-        pairs = zip(inner.chunk(len(sizes), 1), b)
-        y = y + scaling * torch.cat([a @ rows.t() for a, rows in pairs], dim=1)
+    if second_b:  # each half of the rows has its own LoRA
+        (first, _), (_, second) = (half.chunk(2, 1) for half in inner.chunk(2))
+        deltas = [lora_outputs(first, b), lora_outputs(second, second_b)]
+        y = y + scaling * torch.cat(deltas)
+    elif b:
+        y = y + scaling * lora_outputs(inner, b)
     if normed is not None:
         y = y * torch.rsqrt(normed.power.sum(1, keepdim=True) + normed.eps)
     if bias is not None:  # behind the division, which must not scale it
@@ -58,14 +62,23 @@ def complete(projected: Projected) -> Sequence[torch.Tensor]:
     return y.to(dtype).split(sizes, 1)
 
 
+def lora_outputs(inner: torch.Tensor, b: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return (N, outputs) of LoRA B after the outputs (N, k*r) of its A."""
+    pairs = zip(inner.chunk(len(b), 1), b)
+    return torch.cat([a @ rows.t() for a, rows in pairs], dim=1)
+
+
 class Product(NamedTuple):
     """Arguments of a kernel that reads a product."""
 
     y: torch.Tensor  # (.., N, stride), whose last columns are the outputs of LoRA A
-    lora_b: torch.Tensor  # (outputs, r), unread without LoRA
+    lora_b: torch.Tensor  # (outputs, r) or (2, outputs, r), unread without LoRA
     scaling: float
     num_rows: int  # N
     stride: int
+    first_rows: int  # rows of the first LoRA; N if there is one
+    second_a: int  # columns of y from the first LoRA's outputs of A to the second's
+    second_b: int  # numbers from the first LoRA's B to the second's
 
 
 class Sizes(NamedTuple):
@@ -86,16 +99,31 @@ def product_of(projected: Projected, power: torch.Tensor) -> tuple[Product, Size
     y, linears, _ = projected
     num_rows, stride = y.shape[-2:]
     lora_b = linears.joined_b
-    rank = 0 if lora_b is None else lora_b.shape[1]
+    rank = 0 if lora_b is None else lora_b.shape[-1]
     num_parts = power.shape[1]
+    first_rows, rows, outputs = num_rows, program_rows(num_rows), sum(linears.sizes)
+    if linears.second_b:  # then a program's rows have one LoRA
+        first_rows = num_rows // 2
+        rows = math.gcd(64, first_rows)
+        assert rows >= 16, f"halves of {first_rows} rows are no multiple of 16"
     sizes = Sizes(
-        program_rows(num_rows),
+        rows,
         rank,
         at_least_16(rank),
         num_parts,
         triton.next_power_of_2(num_parts),
     )
-    return Product(y, y if lora_b is None else lora_b, linears.scaling, num_rows, stride), sizes
+    product = Product(
+        y,
+        y if lora_b is None else lora_b,
+        linears.scaling,
+        num_rows,
+        stride,
+        first_rows,
+        rank * len(linears.sizes),
+        outputs * rank,
+    )
+    return product, sizes
 
 
 def program_rows(n: int) -> int:
@@ -108,6 +136,12 @@ def at_least_16(n: int) -> int:
 
 
 @triton.jit
+def is_second(product: "Product", S: tl.constexpr):
+    """Return 1 if the program's rows, block number program_id(1), have the second LoRA, else 0."""
+    return (tl.program_id(1) * S.ROWS >= product.first_rows).to(tl.int64)
+
+
+@triton.jit
 def read_linear(
     product: "Product",
     y: tl.tensor,
@@ -116,11 +150,14 @@ def read_linear(
     inner: tl.tensor,
     S: tl.constexpr,
 ):
-    """Read (rows, columns) of y, and the outputs of LoRA A, which start at column `inner`."""
+    """Read (rows, columns) of y, and the outputs of LoRA A.
+
+    Args: inner: column at which these start, of the first LoRA.
+    """
     valid, r = (rows < product.num_rows)[:, None], tl.arange(0, S.RANK_BLOCK)
     row = y + rows[:, None] * product.stride
     outputs = tl.load(row + columns[None, :], mask=valid, other=0.0)
-    lora_at = row + inner + r[None, :]
+    lora_at = row + inner + is_second(product, S) * product.second_a + r[None, :]
     return outputs, tl.load(lora_at, mask=valid & (r < S.RANK)[None, :], other=0.0)
 
 
@@ -128,7 +165,8 @@ def read_linear(
 def read_lora_b(product: "Product", columns: tl.tensor, S: tl.constexpr):
     """Read columns of LoRA B, transposed: (RANK_BLOCK, columns)."""
     r = tl.arange(0, S.RANK_BLOCK)
-    at = product.lora_b + columns[None, :] * S.RANK + r[:, None]
+    lora_b = product.lora_b + is_second(product, S) * product.second_b
+    at = lora_b + columns[None, :] * S.RANK + r[:, None]
     return tl.load(at, mask=(r < S.RANK)[:, None], other=0.0)
 
 

@@ -8,7 +8,7 @@ S = L + M, m tokens, C LLM width, A axes of a position (1, or 3 where images hav
 width).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -132,6 +132,16 @@ class CacheLayout:
     rest_lengths: torch.Tensor  # (P,)
     rows_per_prefix: int
     rows: torch.Tensor  # (N,) index of each row among the g * rows_per_prefix
+
+    def with_rows_per_prefix(self, num_rows: int) -> "CacheLayout":
+        """Return the layout with `num_rows` rows of a prefix, a divisor: prefixes are repeated."""
+        times = self.rows_per_prefix // num_rows
+        return replace(
+            self,
+            prefixes=self.prefixes.repeat_interleave(times, 0),
+            prefix_lengths=self.prefix_lengths.repeat_interleave(times),
+            rows_per_prefix=num_rows,  # so that `rows` stay the same
+        )
 
 
 @dataclass

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")  # of sentencepiece
 BLOCK = 512  # classes whose probabilities are summed together before the search among them
 LOWEST = torch.finfo(torch.float32).min
+GREEDY = -1.0  # in the place of a uniform number
 
 
 @dataclass
@@ -39,8 +40,8 @@ def sample_token(
     """Return a token (N,) and its log-prob (N,) for each row of logits (N, V).
 
     The token is sampled by inverse CDF at u (N,) in [0, 1): it is the first whose cumulative
-    probability exceeds u of the total, and never one of probability 0. If u is None it is the most
-    likely token, the first one of equals.
+    probability exceeds u of the total, and never one of probability 0. If u is None, or GREEDY in a
+    row, it is the most likely token, the first one of equals.
 
     Sums are float64, over blocks first and then inside the one block that is hit: a float64 scan of
     the whole vocabulary costs more on a GPU than the rest of the sampling. Other blocks enter only
@@ -57,7 +58,8 @@ def sample_token(
         block = top.argmax(1, keepdim=True)  # (N, 1)
     else:
         cdf, target = block_sums.cumsum(1), u[:, None].double() * total
-        block = _first_above(cdf, target, total)
+        greedy = u[:, None] < 0
+        block = torch.where(greedy, top.argmax(1, keepdim=True), _first_above(cdf, target, total))
     # Then inside the block that is hit: (N, BLOCK).
     block_logits = x.gather(1, block[..., None].expand(-1, 1, BLOCK))[:, 0]
     if u is None:
@@ -65,7 +67,11 @@ def sample_token(
     else:
         p = (block_logits - top.gather(1, block)).exp().double() * scale.gather(1, block)
         target = (target - (cdf - block_sums).gather(1, block)).clamp(min=0)  # rounding: not below
-        offset = _first_above(p.cumsum(1), target, p.sum(1, keepdim=True))
+        offset = torch.where(
+            greedy,
+            block_logits.argmax(1, keepdim=True),
+            _first_above(p.cumsum(1), target, p.sum(1, keepdim=True)),
+        )
     logp = block_logits.gather(1, offset) - highest - total.log().float()
     return (block * BLOCK + offset)[:, 0], logp[:, 0]
 

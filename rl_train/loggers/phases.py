@@ -58,7 +58,12 @@ class PhaseRecorder:
         for task in tasks:
             if task.action:
                 task.action.draw = self._phase("rollout", task.action.draw, then="reference")
-            task.rewards = self._phase("teacher", task.rewards, then="update")
+            task.begin_rewards = self._in_two_parts(task.begin_rewards)
+
+    def _in_two_parts(self, begin_rewards: Callable) -> Callable:
+        """Return `begin_rewards` that is a phase, and returns a function that is one."""
+        begin = self._phase("teacher", begin_rewards, then="rollout")
+        return lambda rollout: self._phase("teacher", begin(rollout), then="update")
 
     def _phase(
         self, phase: str, function: Callable[P, T], then: str, waited_in: str | None = None

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from rl_train.config.grpo_config import PolicyConfig
 from rl_train.data.text import phrase
 from rl_train.distributed.fsdp import ShardedLayers, host_mesh
-from rl_train.engine import Completions, Engine, ScoreOutput, StopText
+from rl_train.engine import Completions, DelayedCompletions, Engine, ScoreOutput, StopText
 from rl_train.engine.packing import input_mask
 from rl_train.policies import lora
 from rl_train.policies.base import SAM2_CITATION, ModelSpec, Policy
@@ -328,9 +328,33 @@ class Sa2VAPolicy(Policy):
         max_new_tokens: int,
         uniforms: torch.Tensor | None = None,
     ) -> tuple[Completions, list[str]]:
+        completions = self.generate(images, prompts, num_generations, max_new_tokens, uniforms)
+        return completions, self.texts_of(completions)
+
+    @torch.no_grad()
+    def complete_later(
+        self, images: ImageFeatures, prompts: Prompts, max_new_tokens: int
+    ) -> Callable[[], list[str]]:
+        """Return a function that returns the greedy text of each prompt, by the weights in use now.
+
+        On a GPU they are sampled together with the next `complete`: see `Engine.generate`.
+        """
+        delayed = self.generate(images, prompts, 1, max_new_tokens, delay=True)
+        return lambda: self.texts_of(delayed.read())
+
+    def generate(
+        self,
+        images: ImageFeatures,
+        prompts: Prompts,
+        num_generations: int,
+        max_new_tokens: int,
+        uniforms: torch.Tensor | None = None,
+        delay: bool = False,
+    ) -> Completions | DelayedCompletions:
+        """Sample by `Engine.generate`; neighbouring prompts share what they begin with."""
         with self.autocast():
             embeds, mask, positions = self.embed(images, prompts)
-            completions = self.engine.generate(
+            return self.engine.generate(
                 embeds,
                 mask,
                 num_generations=num_generations,
@@ -339,10 +363,14 @@ class Sa2VAPolicy(Policy):
                 uniforms=uniforms,
                 position_ids=positions,
                 shared_prefix_lengths=shared_prefix_lengths(self.model, images, prompts),
+                delay=delay,
             )
+
+    def texts_of(self, completions: Completions) -> list[str]:
+        """Return the N texts, cut at the stop text; watch their log-probs for NaN."""
         self.nan_watcher("log-probs of sampled answers", completions.logp)
         rows = zip(completions.ids.tolist(), completions.valid.sum(1).tolist())
-        return completions, [self.prompts.completion_text(ids[:length]) for ids, length in rows]
+        return [self.prompts.completion_text(ids[:length]) for ids, length in rows]
 
     @torch.no_grad()
     def read(self, images: ImageFeatures, prompts: Prompts, num_last: int = 1) -> torch.Tensor:

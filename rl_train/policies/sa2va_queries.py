@@ -3,7 +3,7 @@
 Greedy, without gradient. Letters: P questions, M [SEG] in their answers, D embedding width.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ from rl_train.data.text import phrase
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.rewards.iou import mask_confidence
 from rl_train.rollout import Batch
-from sa2va_hf.batches import ImageFeatures
+from sa2va_hf.batches import ImageFeatures, Prompts
 from sa2va_hf.processing_sa2va import upsample_masks
 from sa2va_hf.prompts import SEGMENT
 from sa2va_hf.to_device import to_device
@@ -221,13 +221,49 @@ def describe(
     """
     grids = region_grids(policy, masks) if grids is None else grids
     captions = [""] * len(masks)
-    # Empty masks have no grid and are not asked about.
-    for rows in chunks(list(grids)):
-        regions = [grids[p] for p in rows]
-        prompts = policy.describe_prompts(images, [image_index[p] for p in rows], regions)
+    for rows, prompts in caption_prompts(policy, images, image_index, grids):
         for p, text in zip(rows, policy.complete(images, prompts, 1, max_new_tokens)[1]):
             captions[p] = text
     return captions
+
+
+def describe_later(
+    policy: Sa2VAPolicy,
+    images: ImageFeatures,
+    image_index: list[int],
+    grids: dict[int, torch.Tensor],
+    num_masks: int,
+    max_new_tokens: int,
+) -> Callable[[], list[str]]:
+    """Return a function that returns what `describe` does, by the weights in use now.
+
+    See `Sa2VAPolicy.complete_later`.
+    """
+    asked = [
+        (rows, policy.complete_later(images, prompts, max_new_tokens))
+        for rows, prompts in caption_prompts(policy, images, image_index, grids)
+    ]
+
+    def captions() -> list[str]:
+        texts = [""] * num_masks
+        for rows, answers in asked:
+            for p, text in zip(rows, answers()):
+                texts[p] = text
+        return texts
+
+    return captions
+
+
+def caption_prompts(
+    policy: Sa2VAPolicy,
+    images: ImageFeatures,
+    image_index: list[int],
+    grids: dict[int, torch.Tensor],
+) -> Iterator[tuple[list[int], Prompts]]:
+    """Yield masks and the prompts that ask for their captions; not those that are empty."""
+    for rows in chunks(list(grids)):
+        regions = [grids[p] for p in rows]
+        yield rows, policy.describe_prompts(images, [image_index[p] for p in rows], regions)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from rl_train.data.text import clean_caption
 from rl_train.points.parser import Point, PointPrompt
 from rl_train.rewards.combine import combine
 from rl_train.rewards.iou import best_object_iou, mask_iou
@@ -144,7 +145,9 @@ def no_image(rows: AblatedRows) -> torch.Tensor:
     captions, masks = rollout.of_rows(rollout.batch.captions), rows.outcome.masks
     if rows.task.name in DESCRIBES:
         whole = torch.ones(blank.sizes[0], dtype=torch.bool, device=policy.device)
-        captions, masks = rollout.texts, [whole] * len(rollout)
+        # A sampled special token, such as an image's, would count as one in the question.
+        captions = [clean_caption(text) for text in rollout.texts]
+        masks = [whole] * len(rollout)
     with context.roles.use("reference"):
         images = [0] * len(rollout)
         return caption_likelihood(policy, blank, images, masks, captions, tokens).cpu()

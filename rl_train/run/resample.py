@@ -31,16 +31,21 @@ class Resampler:
 
     def rounds(
         self, step: Step, batch: Batch, features: Features
-    ) -> Iterator[tuple[Task, Batch, Features]]:
-        """Yield (task, batch, its features), then those of samples in the place of equal groups.
+    ) -> Iterator[list[tuple[Task, Batch, Features]]]:
+        """Yield [(task, batch, its features), ..] of all tasks.
 
-        Before each next one the caller adds its rollout of what was yielded to `step`.
+        With --resample_equal_groups of one task at a time, and behind each those of samples in the
+        place of equal groups. Before the next ones the caller adds its rollouts of what was yielded
+        to `step`.
         """
         step.num_batches += 1
+        if not self.num_rounds:
+            yield [(task, batch, features) for task in self.state.tasks]
+            return
         for task in self.state.tasks:
-            yield task, batch, features
+            yield [(task, batch, features)]
             for further in self.further_batches(step, len(batch)):
-                yield task, further, self.state.policy.encode(further)
+                yield [(task, further, self.state.policy.encode(further))]
 
     def further_batches(self, step: Step, size: int) -> Iterator[Batch]:
         """Yield the samples in the place of equal groups of the newest rollout, round by round.
@@ -48,8 +53,6 @@ class Resampler:
         Args:
             size: samples of the batch that was rolled out first.
         """
-        if not self.num_rounds:
-            return
         sampler = self.sampler
         first = (step.num_batches - 1) * sampler.world_size * size + sampler.rank * size
         positions = list(range(first, first + size))  # in the step, of the groups of a round

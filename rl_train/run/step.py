@@ -3,7 +3,8 @@
 Letters: B samples of a batch, N rows of a rollout, G generations.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -23,6 +24,18 @@ from rl_train.loss import (
 from rl_train.rewards.combine import combine
 from rl_train.rollout import RewardOutput, Rollout
 from rl_train.tasks.base import Task
+from rl_train.utils.nan_check import NanWatcher
+
+
+@dataclass
+class AskedRollout:
+    """A rollout of a task whose teacher was asked."""
+
+    task: Task
+    rollout: Rollout
+    reference: ReferenceScores | None
+    rewards: Callable[[], RewardOutput]  # waits for the teacher's answers
+    nan_watcher: NanWatcher  # of the model's outputs so far
 
 
 class Step:
@@ -41,28 +54,35 @@ class Step:
         self.metrics = StepMetrics()
         self.denominators: dict[str, LossDenominators] = {}  # {task: ..}, of `prepare_update`
 
+    def ask(self, task: Task, rollout: Rollout, reference: ReferenceScores | None) -> AskedRollout:
+        """Ask the teacher what the rewards of a rollout need."""
+        rewards = task.begin_rewards(rollout)
+        return AskedRollout(
+            task, rollout, reference, rewards, task.context.policy.nan_watcher.take()
+        )
+
     def add(
         self,
-        task: Task,
-        rollout: Rollout,
+        asked: AskedRollout,
         outcome: RewardOutput,
         training_reward: torch.Tensor,
         advantages: torch.Tensor,
-        reference: ReferenceScores | None,
     ):
-        """Add the rollout of a task.
+        """Add the rollout of a task, with its rewards.
 
         Args:
             training_reward: (N,) from which the advantages (N,) were computed.
         """
+        task = asked.task
+        asked.nan_watcher.join(task.context.policy.nan_watcher.take())
         scored = ScoredRollout(
             task,
-            rollout,
+            asked.rollout,
             outcome,
             combine(outcome.rewards, task.reward_weights),  # logged without --scale_components
             advantages,
-            reference,
-            nan_watcher=task.context.policy.nan_watcher.take(),
+            asked.reference,
+            nan_watcher=asked.nan_watcher,
             training_reward=training_reward,
             mask_truncated_completions=self.config.mask_truncated_completions,
         )

@@ -33,5 +33,8 @@ class AblatedTask(Task):
 
     def rewards(self, rollout: Rollout) -> RewardOutput:
         """Return the task's own rewards with the ablation's among them."""
-        outcome = self.task.rewards(rollout)
-        return self.ablation(self.task, rollout, outcome, self.turn())
+        return self.begin_rewards(rollout)()
+
+    def begin_rewards(self, rollout: Rollout) -> Callable[[], RewardOutput]:
+        rewards = self.task.begin_rewards(rollout)
+        return lambda: self.ablation(self.task, rollout, rewards(), self.turn())

@@ -6,6 +6,7 @@ pixels of a mask.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -135,6 +136,14 @@ class Task(Protocol):
         """Return `own_rewards` with the measurements and the user's rewards among them."""
         outcome = self.own_rewards(rollout)
         return replace(outcome, rewards=with_measurements(self, rollout, outcome))
+
+    def begin_rewards(self, rollout: Rollout) -> Callable[[], RewardOutput]:
+        """Return a function that returns `rewards`.
+
+        A task whose teacher writes asks it now, and reads the answer then: in between they are
+        sampled together with what another task samples.
+        """
+        return partial(self.rewards, rollout)
 
 
 def with_measurements(

@@ -1,15 +1,16 @@
 """Loop 2, caption -> mask -> caption': the policy samples a mask, the teacher describes it."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
 from rl_train.config.flags import WEIGHT, flag
-from rl_train.policies.sa2va_queries import caption_likelihood, describe, region_grids
+from rl_train.policies.sa2va_queries import caption_likelihood, describe_later, region_grids
 from rl_train.rewards import mask_iou
 from rl_train.rewards.captions import CAPTION_REWARDS, caption_rewards
 from rl_train.rollout import RewardOutput, Rollout
-from rl_train.tasks.base import TaskContext
+from rl_train.tasks.base import TaskContext, with_measurements
 from rl_train.tasks.mask_answers import FORM_REWARDS, MaskAnswers, MaskOptions
 
 
@@ -43,24 +44,35 @@ class CaptionMaskCaption(MaskAnswers):
         it with a weight of --reward_weights. A row that the judge gives NaN is not scored at all.
         See `complete` for further ones and for captions that name nothing.
         """
-        replies, likelihood = self.ask_teacher(rollout)
-        return self.compare(rollout, replies, likelihood)
+        captions, likelihood = self.ask_teacher(rollout)
+        return self.compare(rollout, captions(), likelihood)
 
-    def ask_teacher(self, rollout: Rollout) -> tuple[list[str], torch.Tensor | None]:
-        """Return the teacher's captions of the N sampled masks, and the prompts' likelihoods (N,).
+    def begin_rewards(self, rollout: Rollout) -> Callable[[], RewardOutput]:
+        captions, likelihood = self.ask_teacher(rollout)
 
-        [] and None if no reward needs them.
+        def rewards() -> RewardOutput:
+            outcome = self.compare(rollout, captions(), likelihood)
+            return replace(outcome, rewards=with_measurements(self, rollout, outcome))
+
+        return rewards
+
+    def ask_teacher(self, rollout: Rollout) -> tuple[Callable[[], list[str]], torch.Tensor | None]:
+        """Ask the teacher for captions of the N sampled masks, and the prompts' likelihoods (N,).
+
+        Returns:
+            a function that returns the captions, and the likelihoods; [] and None if no reward
+            needs them.
         """
         context, policy, masks = self.context, self.context.policy, rollout.latents.masks
         features, image = rollout.features, rollout.prompts.image_index
-        tokens, replies, likelihood = context.max_reply_tokens, [], None
+        tokens, replies, likelihood = context.max_reply_tokens, list, None
         needs_replies = bool(set(self.components) & set(CAPTION_REWARDS) or context.user_rewards)
         needs_likelihood = "likelihood" in self.components
         if needs_replies or needs_likelihood:
             grids = region_grids(policy, masks)  # once, for captions and likelihoods
             with context.roles.use("teacher"):
                 if needs_replies:
-                    replies = describe(policy, features, image, masks, tokens, grids)
+                    replies = describe_later(policy, features, image, grids, len(masks), tokens)
                 if needs_likelihood:  # a GPU still computes it during METEOR
                     captions = rollout.of_rows(rollout.batch.captions)
                     likelihood = caption_likelihood(

@@ -25,6 +25,11 @@ class NanWatcher:
         watcher, self.seen = NanWatcher(self.seen), {}
         return watcher
 
+    def join(self, other: "NanWatcher"):
+        """Add what another one saw."""
+        for name, bad in other.seen.items():
+            self.seen[name] = self.seen.get(name, bad) | bad
+
     def names(self) -> list[str]:
         """Return the names of outputs of which a number was not finite."""
         return [name for name, bad in self.seen.items() if bad]

@@ -20,19 +20,25 @@ pytestmark = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "prompts, group, heads, slots, suffix, rank, heads_norm",
+    "prompts, group, heads, slots, suffix, rank, heads_norm, num_loras",
     [
-        (2, 4, 4, 128, 64, 4, True),
-        (1, 1, 4, 384, 192, 0, False),
-        (4, 8, 16, 512, 640, 128, False),
-        (16, 8, 16, 1024, 64, 128, True),
-        (6, 12, 16, 384, 1536, 16, False),
+        (2, 4, 4, 128, 64, 4, True, 1),
+        (1, 1, 4, 384, 192, 0, False, 1),
+        (4, 8, 16, 512, 640, 128, False, 1),
+        (16, 8, 16, 1024, 64, 128, True, 1),
+        (6, 12, 16, 384, 1536, 16, False, 1),
+        (4, 8, 4, 128, 64, 4, True, 2),
+        (8, 8, 16, 512, 640, 128, False, 2),
+        (8, 12, 16, 384, 192, 16, True, 2),
     ],
 )
-def test_triton_equals_torch(dtype, prompts, group, heads, slots, suffix, rank, heads_norm):
+def test_triton_equals_torch(
+    dtype, prompts, group, heads, slots, suffix, rank, heads_norm, num_loras
+):
     """Each kernel against plain torch in float32, on the same numbers of `dtype`.
 
-    One prompt is empty. Rows' own slots begin behind empty ones.
+    One prompt is empty. Rows' own slots begin behind empty ones. Of two LoRAs each half of the rows
+    has one.
     """
     from rl_train.engine import decode_triton
     from rl_train.engine.linear_triton import complete
@@ -54,16 +60,17 @@ def test_triton_equals_torch(dtype, prompts, group, heads, slots, suffix, rank, 
         return (0.5 * torch.randn(*shape, device="cuda", generator=generator)).to(dtype)
 
     def linears(*sizes, inner, bias=False):
-        num_outputs = sum(sizes)
-        joined_b = make(num_outputs, rank) if rank else None
+        num_outputs, num_inner = sum(sizes), num_loras * rank * len(sizes)
+        joined_b = make(num_loras, num_outputs, rank) if rank else [None]
         return Linears(
-            weight=make(num_outputs + rank * len(sizes), inner),
+            weight=make(num_outputs + num_inner, inner),
             # LoRA's A have no bias.
-            bias=F.pad(make(num_outputs), (0, rank * len(sizes))) if bias else None,
+            bias=F.pad(make(num_outputs), (0, num_inner)) if bias else None,
             sizes=list(sizes),
             scaling=2.0,
-            b=joined_b.split(sizes) if rank else (),
-            joined_b=joined_b,
+            b=joined_b[0].split(sizes) if rank else (),
+            joined_b=joined_b if num_loras > 1 else joined_b[0],
+            second_b=joined_b[1].split(sizes) if num_loras > 1 else (),
         )
 
     def exactly(value):
@@ -97,7 +104,7 @@ def test_triton_equals_torch(dtype, prompts, group, heads, slots, suffix, rank, 
     normed = decode_triton.norm(decode_triton.Residual(residual), weights)  # nothing is added
     close(decode_triton._finish(*normed), layers.norm(exactly(residual), exactly(weights)))
     product = decode_triton.linear(mixed, out)
-    close(complete(product)[0], layers.linear(exactly(mixed), exactly(out))[0])
+    close(complete(product)[0], decode_torch.linear(exactly(mixed), exactly(out))[0])
     before = exactly(residual)
     x = decode_triton.add(decode_triton.Residual(residual), product)
     normed = decode_triton.norm(x, weights)
@@ -107,10 +114,13 @@ def test_triton_equals_torch(dtype, prompts, group, heads, slots, suffix, rank, 
     # Both kernels that read a product of a norm.
     exact = layers.norm(exactly(x.value), exactly(weights))
     projected = decode_triton.linear(normed, gate_up)
-    close(torch.cat(complete(projected), 1), torch.cat(layers.linear(exact, exactly(gate_up)), 1))
+    close(
+        torch.cat(complete(projected), 1),
+        torch.cat(decode_torch.linear(exact, exactly(gate_up)), 1),
+    )
     close(decode_triton.gate(projected), layers.gate(exactly(complete(projected))))
     projected, expected_cache = decode_triton.linear(normed, qkv), exactly(cache)
-    close(torch.cat(complete(projected), 1), torch.cat(layers.linear(exact, exactly(qkv)), 1))
+    close(torch.cat(complete(projected), 1), torch.cat(decode_torch.linear(exact, exactly(qkv)), 1))
     rotation = decode_triton.rotation(*angles)
     q, *stored = decode_triton.heads(cache, projected, norms, rotation)
     assert stored == [None, None]

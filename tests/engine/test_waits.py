@@ -3,6 +3,8 @@
 A wait in the update costs what Python needs to launch the rest of it, while no kernel runs.
 """
 
+from collections import defaultdict
+
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ OPTIONS = workload.Options(
 )
 # Of a rollout its tokens, and of masks how sure they are; regions of drawn masks; rewards; of an
 # update what is not finite, its statistics and norms.
-ROLLOUT = {"decode:run", "decode:generate"}
+ROLLOUT = {"decode:run", "decode:completions"}
 ALLOWED = dict(
     encode=set(),
     rollout1=ROLLOUT,
@@ -26,8 +28,7 @@ ALLOWED = dict(
     teacher1={"sa2va_queries:row_masks", "base:with_measurements"},
     rollout2=ROLLOUT | {"sa2va_queries:row_masks"},
     reference2=set(),
-    teacher2=ROLLOUT
-    | {"processing_sa2va:region_grid", "sa2va_queries:region_grids"}
+    teacher2={"processing_sa2va:region_grid", "sa2va_queries:region_grids"}  # written in rollout1
     | {"base:with_measurements"},
     update={"loss:faults", "metrics:to_floats", "train:clip_gradients"},
 )
@@ -85,8 +86,9 @@ def gpu_step():
         gpu.waits.clear()
         mine.step(clock)
     plain.step()
-    begins = [0, *(count for _, count in clock.counts)]
-    waits = {phase: gpu.waits[begin:end] for (phase, end), begin in zip(clock.counts, begins)}
+    begins, waits = [0, *(count for _, count in clock.counts)], defaultdict(list)
+    for (phase, end), begin in zip(clock.counts, begins):
+        waits[phase] += gpu.waits[begin:end]
     weights = {name: p.here for name, p in mine.policy.trainable.items()}
     return waits, weights, dict(plain.policy.trainable)
 

@@ -109,6 +109,11 @@ class Least:
         each = 2 * (model.base + model.lora + model.head)
         return self.compute(fed.sum().item() * each, moved)
 
+    def saved_together(self, calls: list[Call]) -> float:
+        """Return what two decodings cost less if each step reads the weights once for both."""
+        steps = min(int(call.answers.max()) - 1 for call in calls)
+        return steps * self.model.read(0) / self.bandwidth
+
     def scores(self, call: Call, backward: bool = False) -> float:
         """Return the cost of one pass over all rows, which share their prompts."""
         answers = call.answers  # (P, G)
@@ -133,8 +138,8 @@ def step_floor(work: Work, matmul: float, bandwidth: float) -> dict[str, float]:
     drawn = set()  # (image, cells) of each image with a region drawn
     update += least.compute(0, OPTIMIZER_BYTES * sum(p.numel() for p in policy.trainable.values()))
     for number, task in enumerate(work.state.tasks, 1):
-        rollout, teacher = f"rollout{number}", f"teacher{number}"
-        for phase in (rollout, teacher):
+        rollout, ask, teacher = (f"{phase}{number}" for phase in ("rollout", "ask", "teacher"))
+        for phase in (rollout, ask, teacher):
             seconds[phase] = sum(least.ask(call_of(work, r)) for r in work.requests[phase])
             new = drawn_regions(work, phase) - drawn
             seconds[phase] += least.compute(len(new) * drawing)
@@ -146,6 +151,9 @@ def step_floor(work: Work, matmul: float, bandwidth: float) -> dict[str, float]:
         update += least.scores(sampled, backward=True)
         # Forward and twice that backward through the mask decoder.
         update += least.compute(3 * masks) if task.action else 0.0
+    if len(work.state.tasks) > 1:  # the teacher of loop 2 writes while loop 1 samples
+        written = [work.requests["rollout1"][0], work.requests["teacher2"][-1]]
+        seconds["teacher2"] -= least.saved_together([call_of(work, call) for call in written])
     return seconds | {"update": update}
 
 

@@ -1,9 +1,10 @@
 """One whole step, from batch to EMA, by the training's own calls, and in TRL's way.
 
 Random weights at published shapes and forced lengths: see `tools.benchmarks.workload` and
-`tools.benchmarks.trl_style`. Of Sa2VA both loops: METEOR, which runs on the CPU, is in the phase
-teacher2. Of Qwen2.5-VL its points: SAM2, which draws the masks, is in teacher1. Data loading and
-logging are not in it.
+`tools.benchmarks.trl_style`. Of Sa2VA both loops: loop 2's teacher reads its questions in the phase
+ask2 and writes its captions in rollout1, together with those of loop 1; METEOR, which runs on the
+CPU, is in teacher2. Of Qwen2.5-VL its points: SAM2, which draws the masks, is in teacher1. Data
+loading and logging are not in it.
 
 `--alternatives trl` measures both on the same shapes. A step of the 4B in TRL's way takes over 20 s
 on an H200: transformers' `generate` launches thousands of kernels a token, and every sequence is
@@ -24,8 +25,9 @@ from tools.benchmarks.roofline import step_floor
 from tools.benchmarks.trl_style import build_trl_style
 
 WAYS = {"ours": workload.build, "trl": build_trl_style}
-LOOP = ("rollout", "teacher", "old", "reference")
-PHASES = ["encode", *(f"{phase}{loop}" for loop in (1, 2) for phase in LOOP), "update"]
+LOOP = ("rollout", "old", "reference", "ask")
+PHASES = ["encode", *(f"{phase}{loop}" for loop in (2, 1) for phase in LOOP)]
+PHASES += ["teacher1", "teacher2", "update"]
 
 
 @dataclass(frozen=True, kw_only=True)

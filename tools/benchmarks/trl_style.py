@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rl_train import grpo
-from rl_train.engine import Completions, Engine
+from rl_train.engine import Completions, DelayedCompletions, Engine
 from rl_train.roles import Roles
 from rl_train.rollout import Batch
 from sa2va_hf.batches import ImageFeatures, Prompts
@@ -61,8 +61,9 @@ class FullEngine(Engine):
         num_generations: int,
         max_new_tokens: int,
         uniforms: torch.Tensor | None = None,
+        delay: bool = False,
         **_,
-    ) -> Completions:
+    ) -> Completions | DelayedCompletions:
         samples, with_hidden = uniforms is not None, max_new_tokens == self.hidden_tokens
         out = self.language_model.generate(
             inputs_embeds=embeds,
@@ -84,7 +85,8 @@ class FullEngine(Engine):
             # Entry 0 is the prompt's forward, so entry t is at token t - 1 as input.
             hidden[:, :-1] = torch.stack([step[-1][:, -1] for step in out.hidden_states[1:]], 1)
         valid = torch.ones(ids.shape, dtype=torch.bool)
-        return Completions(ids.cpu(), logp, valid, ~valid[:, 0], hidden)
+        completions = Completions(ids.cpu(), logp, valid, ~valid[:, 0], hidden)
+        return DelayedCompletions(completions) if delay else completions
 
     def score(
         self,

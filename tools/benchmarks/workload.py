@@ -21,6 +21,7 @@ from rl_train.checkpoint.save_load import RunState
 from rl_train.config.flags import COUNT, POSITIVE, flag
 from rl_train.distributed import process_group
 from rl_train.distributed.process_group import RankInfo, distributed_data_parallel, sync_gradients
+from rl_train.engine import Completions, DelayedCompletions
 from rl_train.grpo import group_advantages
 from rl_train.loggers.metrics import PhaseTimer, StepMetrics
 from rl_train.loss import (
@@ -117,13 +118,14 @@ class ForcedPolicy(Sa2VAPolicy):
         self.answer_tokens, self.lengths, self.requests = answer_tokens, lengths, []
         lengths.set_end(self.stop)
 
-    def complete(
+    def generate(
         self,
         images: ImageFeatures,
         prompts: Prompts,
         num_generations: int,
         max_new_tokens: int,
         uniforms: torch.Tensor | None = None,
+        delay: bool = False,
     ):
         describes, length = prompts.prompt_masks is not None, max_new_tokens
         if describes:
@@ -134,17 +136,33 @@ class ForcedPolicy(Sa2VAPolicy):
             # An answer with a mask has its own length, A.
             uniforms = None if uniforms is None else uniforms[:, :length]
             uniforms = self.lengths.without_end(uniforms)
-        completions, texts = super().complete(images, prompts, num_generations, length, uniforms)
+        completions = super().generate(images, prompts, num_generations, length, uniforms, delay)
+        if delay:
+            return Recorded(self, prompts, completions)
         if not describes:
             # Random weights do sample [SEG], rarely: such a row would have two masks.
             completions.ids[completions.ids == self.model.seg_id] = NOT_SEG
             completions.ids[:, SEG_AT] = self.model.seg_id
         self.requests.append(Request(prompts, completions.valid))
-        return completions, texts
+        return completions
 
     def read(self, images: ImageFeatures, prompts: Prompts, num_last: int = 1):
         self.requests.append(Request(prompts))
         return super().read(images, prompts, num_last)
+
+
+@dataclass
+class Recorded:
+    """Delayed completions, of which the policy keeps the call once they are read."""
+
+    policy: ForcedPolicy
+    prompts: Prompts
+    delayed: DelayedCompletions
+
+    def read(self) -> Completions:
+        completions = self.delayed.read()
+        self.policy.requests.append(Request(self.prompts, completions.valid))
+        return completions
 
 
 @dataclass
@@ -206,7 +224,8 @@ class Work:
         if policy.sharded_vision is not None:
             policy.unshard_base()
             end("gather")
-        for number, task in enumerate(state.tasks):
+        asked = []
+        for number, task in reversed([*enumerate(state.tasks)]):
             rng = RowRNG(self.config.run.seed, state.step, number, batch.index, G)
             prompts = task.prompts(batch, features)
             with roles.use("policy"):
@@ -226,7 +245,10 @@ class Work:
                 with roles.use("reference"):
                     reference = reference_scores(policy, task, rollout, optim.micro_batch_size)
             end(f"reference{number + 1}")
-            outcome = task.rewards(rollout)
+            asked.append((number, task, rollout, reference, task.begin_rewards(rollout)))
+            end(f"ask{number + 1}")
+        for number, task, rollout, reference, rewards in reversed(asked):
+            outcome = rewards()
             reward = combine(outcome.rewards, task.reward_weights)
             advantages = group_advantages(reward, G, scale)
             work.append(TaskWork(task, rollout, outcome, reward, advantages, reference))

@@ -62,7 +62,7 @@ def test_lengths_and_answers_are_forced(tiny, monkeypatch):
     monkeypatch.setattr(tiny.policy, "point_masks", drawing)
     before = weights(tiny)
     phases = tiny.step().seconds  # asserts what it left behind
-    assert list(phases) == ["encode", "rollout1", "reference1", "teacher1", "update"]
+    assert list(phases) == ["encode", "rollout1", "reference1", "ask1", "teacher1", "update"]
     assert seen[0] == [L, L] and {length for lengths in seen for length in lengths} == {L}
     answers = [answer for answer in drawn if answer.negative]
     assert len(answers) == 6 and len(answers[0].boxes) == 1 and len(answers[0].positive) == 2
@@ -141,7 +141,8 @@ def test_trl_sees_the_image_of_every_row(full, monkeypatch):
     monkeypatch.setattr(layer.mlp, "forward", lambda x: trained.append(layer.training) or inner(x))
     before = weights(full)
     phases = full.step().seconds
-    assert list(phases) == ["encode", "rollout1", "old1", "reference1", "teacher1", "update"]
+    expected = ["encode", "rollout1", "old1", "reference1", "ask1", "teacher1", "update"]
+    assert list(phases) == expected
     assert images == [6, 3, 3, 3, 3, 3, 3]  # rollout, old, reference and update, each by row
     assert trained == [False] * (T + 4) + [True, False] * 2  # each update once more, in backward
     moved = [
@@ -162,7 +163,7 @@ def test_floor_by_hand(tiny):
     tiny.step()
     least = roofline.step_floor(tiny, 1.0, 1e30)
     assert least["reference1"] == pytest.approx(forward) and least["update"] > 2 * forward
-    assert list(least) == ["encode", "rollout1", "teacher1", "reference1", "update"]
+    assert list(least) == ["encode", "rollout1", "ask1", "teacher1", "reference1", "update"]
     assert least["encode"] > 0 and least["teacher1"] > 0
     reads = roofline.step_floor(tiny, 1e30, 1.0)
     slots = 2 * L + 6 * T / 2
