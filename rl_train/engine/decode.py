@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 PROMPT_SLOTS, NEW_SLOTS = 128, 64  # multiples to which L, R and T are rounded up: few graphs
 MAX_GRAPHS = 16  # kept; the oldest goes
-# Slots of the cache that prefixes may take once more, so that two roles' have equally many rows.
-MAX_REPEATED_SLOTS = 65_536
+# Fraction of a GPU's memory by which the cache may grow so that two roles' answers fit in it.
+MAX_GROWTH = 0.02
 POLL = 2  # tokens between two polls of whether all rows are done; each is read one poll late
 
 
@@ -58,21 +58,11 @@ class ComputedPrompts:
         return replace(self, layout=self.layout.with_rows_per_prefix(num_rows))
 
 
-def joined(first: ComputedPrompts, second: ComputedPrompts) -> list[ComputedPrompts] | None:
-    """Return both with the same number of rows of a prefix, or None if one graph can't hold them.
-
-    It can if they end alike, and not too many prefixes have to lie in the cache several times.
-    """
-    both, ends = [first, second], []
-    for prompts in both:
-        params = prompts.params
-        ends.append((id(params.stop), params.pad_id, params.temperature, params.max_new_tokens))
-    fewest, most = sorted(prompts.layout.rows_per_prefix for prompts in both)
-    if ends[0] != ends[1] or most % fewest:
-        return None
-    split = [prompts.with_rows_per_prefix(fewest) for prompts in both]
-    slots = [int(sum(p.layout.prefix_lengths.sum() for p in each)) for each in (both, split)]
-    return split if slots[1] - slots[0] <= MAX_REPEATED_SLOTS else None
+def memory_of(device: torch.device) -> float:
+    """Return the bytes of a GPU's memory; that of a CPU does not count."""
+    if device.type != "cuda":
+        return float("inf")
+    return torch.cuda.get_device_properties(device).total_memory
 
 
 class Decoder:
@@ -93,8 +83,28 @@ class Decoder:
         self.cache = None  # freed before there is another
         self.cache = weight.new_zeros(slots * self.slot_size)  # not empty: 0 * NaN is NaN
 
-    def graph(self, parts: Sequence[ComputedPrompts]) -> "Graph":
-        """Return the graph for one or two roles' prompts, captured at first use."""
+    def joined(
+        self, first: ComputedPrompts, second: ComputedPrompts
+    ) -> list[ComputedPrompts] | None:
+        """Return both with the same number of rows of a prefix; None if one graph can't hold them.
+
+        It can if they end alike, and the cache does not grow by more than MAX_GROWTH.
+        """
+        both, ends = [first, second], []
+        for prompts in both:
+            params = prompts.params
+            ends.append((id(params.stop), params.pad_id, params.temperature, params.max_new_tokens))
+        fewest, most = sorted(prompts.layout.rows_per_prefix for prompts in both)
+        if ends[0] != ends[1] or most % fewest:
+            return None
+        split = [prompts.with_rows_per_prefix(fewest) for prompts in both]
+        alone = max(self._num_slots(self._sizes([prompts])) for prompts in both)
+        growth = self._num_slots(self._sizes(split)) - alone
+        growth *= self.slot_size * self.cache.element_size()
+        return split if growth <= MAX_GROWTH * memory_of(self.cache.device) else None
+
+    def _sizes(self, parts: Sequence[ComputedPrompts]) -> dict[str, int]:
+        """Return the sizes of a graph for one or two roles' prompts, and how it samples."""
         layouts, params = [part.layout for part in parts], parts[0].params
         group = layouts[0].rows_per_prefix
         num_prefixes = max(len(layout.prefixes) for layout in layouts)
@@ -105,21 +115,30 @@ class Decoder:
         # Kernels take 16 rows of a LoRA at least.
         while len(parts) > 1 and prefixes * group % 16:
             prefixes *= 2
-        prefixes *= len(parts)
-        sizes = dict(
+        return dict(
             num_loras=len(parts),
-            num_prefixes=prefixes,
+            num_prefixes=prefixes * len(parts),
             rows_per_prefix=group,
             prefix_slots=_round_up(max(one.prefixes.shape[1] for one in layouts), PROMPT_SLOTS),
             rest_slots=_round_up(max(one.rests.shape[1] for one in layouts), PROMPT_SLOTS),
             num_tokens=_round_up(params.max_new_tokens, NEW_SLOTS),
             greedy=all(part.params.uniforms is None for part in parts),
         )
+
+    @staticmethod
+    def _num_slots(sizes: dict[str, int]) -> int:
+        """Return the slots of the cache that a graph takes."""
+        own_slots = sizes["rest_slots"] + sizes["num_tokens"]  # of a row
+        of_a_prefix = sizes["prefix_slots"] + sizes["rows_per_prefix"] * own_slots
+        return sizes["num_prefixes"] * of_a_prefix
+
+    def graph(self, parts: Sequence[ComputedPrompts]) -> "Graph":
+        """Return the graph for one or two roles' prompts, captured at first use."""
+        sizes, params = self._sizes(parts), parts[0].params
         # Everything that a capture fixes. The stop text counts by identity, as its table does.
         key = (*sizes.values(), params.stop, params.pad_id, params.temperature)
         if key not in self.graphs:
-            own_slots = sizes["rest_slots"] + sizes["num_tokens"]  # of a row
-            slots = prefixes * (sizes["prefix_slots"] + group * own_slots)
+            slots = self._num_slots(sizes)
             if len(self.graphs) == MAX_GRAPHS:
                 del self.graphs[next(iter(self.graphs))]  # dicts keep the order of insertion
             if self.cache.numel() < slots * self.slot_size:

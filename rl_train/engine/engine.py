@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rl_train.distributed.fsdp import ShardedLayers
 from rl_train.engine import hf_backend, packed_forward
-from rl_train.engine.decode import ComputedPrompts, Decoder, joined
+from rl_train.engine.decode import ComputedPrompts, Decoder
 from rl_train.engine.fused_weights import FusedModel, unsupported
 from rl_train.engine.lm_head import token_logps
 from rl_train.engine.packing import Packed, pack, positions, shared_prefix_layout
@@ -229,7 +229,7 @@ class Engine:
     def _sample(self, prompts: ComputedPrompts) -> Completions:
         """Return the answers to prompts just computed; if they fit, also answer delayed ones."""
         delayed = self._delayed
-        both = delayed and joined(prompts, delayed.prompts)
+        both = delayed and self._decoder.joined(prompts, delayed.prompts)
         if not both:
             return self._decoder.sample([prompts])[0]
         self._delayed = None

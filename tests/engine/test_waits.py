@@ -25,11 +25,12 @@ ALLOWED = dict(
     encode=set(),
     rollout1=ROLLOUT,
     reference1=set(),
+    ask1=set(),
     teacher1={"sa2va_queries:row_masks", "base:with_measurements"},
     rollout2=ROLLOUT | {"sa2va_queries:row_masks"},
     reference2=set(),
-    teacher2={"processing_sa2va:region_grid", "sa2va_queries:region_grids"}  # written in rollout1
-    | {"base:with_measurements"},
+    ask2={"processing_sa2va:region_grid", "sa2va_queries:region_grids"},  # answered in rollout1
+    teacher2={"base:with_measurements"},
     update={"loss:faults", "metrics:to_floats", "train:clip_gradients"},
 )
 
