@@ -83,6 +83,10 @@ def test_no_image_sees_the_text_alone_in_loop_1(rolled):
     assert torch.allclose(groups, groups[:1].expand_as(groups), atol=1e-5)
     assert torch.allclose(groups[:, 0], groups[:, 2], atol=1e-6)
     assert (groups[:, 0] > groups[:, 1]).all()
+    # A special token that was sampled does not count as an image.
+    marked = dataclasses.replace(rollout, texts=[f"{text} <IMG_CONTEXT>" for text in texts])
+    found = AblationReward("no_image")(task, marked, task.rewards(rollout), (0, 0))
+    assert torch.equal(found.rewards["ablation_reward"], values.rewards["ablation_reward"])
 
 
 def test_salient_is_the_iou_with_the_base_s_mask_of_one_phrase(rolled, model, batch, monkeypatch):

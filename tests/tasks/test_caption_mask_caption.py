@@ -55,6 +55,10 @@ def test_it_asks_the_teacher(policy, batch):
     assert likelihoods == pytest.approx(teachers, abs=1e-5)
     assert max(abs(a - b) for a, b in zip(likelihoods, policys)) > 1e-3
     assert outcome.replies == replies
+    waiting = task.begin_rewards(rollout)  # asks now
+    for tensor in roles.copies["teacher"].values():
+        tensor.mul_(2)
+    assert waiting().replies == replies != task.rewards(rollout).replies
     captions = [batch.captions[row // 2] for row in range(8)]
     assert outcome.rewards["meteor"].tolist() == meteor(captions, replies).tolist()
 
