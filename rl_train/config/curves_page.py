@@ -39,8 +39,8 @@ CURVES: dict[str, dict[str, str]] = {
         "learning_rate": "learning rate of the step",
         "grad_norm/GROUP": "norm of the gradient of a group of weights before clipping",
         "perf/step_seconds": "seconds of a step, without evaluations and checkpoints",
-        "perf/PHASE_seconds": "seconds of a phase: data (wait for the loader), encode, rollout, "
-        "reference, teacher (rewards), update",
+        "perf/PHASE_seconds": "seconds of a phase: data (wait for the loader), encode, rollout "
+        "(on a GPU also the captions of loop 2's teacher), reference, teacher (rewards), update",
         "TASK/loss": "loss of the task before its weight",
         "TASK/entropy": "entropy of the model at the answers' tokens, nats",
     },
@@ -61,7 +61,8 @@ CURVES: dict[str, dict[str, str]] = {
         "TASK/truncated_frac": "fraction of answers cut at `--max_completion_length`",
         "TASK/empty_frac": "fraction of answers without text",
         "TASK/whole_mask_frac": "fraction of masks that cover nearly the whole image",
-        "perf/rollout_tokens_per_second": "sampled tokens per second, of all processes",
+        "perf/rollout_tokens_per_second": "tokens that the policy sampled per second of the "
+        "rollout, of all processes",
     },
     "RL but points": {
         "TASK/repeats_frac": "fraction of captions that say three words twice",
