@@ -1,7 +1,7 @@
 """Loop 2, caption -> mask -> caption': the policy samples a mask, the teacher describes it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -10,7 +10,7 @@ from rl_train.policies.sa2va_queries import caption_likelihood, describe_later, 
 from rl_train.rewards import mask_iou
 from rl_train.rewards.captions import CAPTION_REWARDS, caption_rewards
 from rl_train.rollout import RewardOutput, Rollout
-from rl_train.tasks.base import TaskContext, with_measurements
+from rl_train.tasks.base import TaskContext
 from rl_train.tasks.mask_answers import FORM_REWARDS, MaskAnswers, MaskOptions
 
 
@@ -20,6 +20,8 @@ class CaptionMaskCaption(MaskAnswers):
     name = "loop2"
     asks_teacher = takes_no_target = True
     reward_components = (*CAPTION_REWARDS, "likelihood", "iou", *FORM_REWARDS)
+    # (rollout, what `ask_teacher` returned) of `begin_rewards`, which `own_rewards` takes
+    asked: tuple[Rollout, tuple] | None = None
 
     @dataclass(frozen=True)
     class Options(MaskOptions):
@@ -44,17 +46,15 @@ class CaptionMaskCaption(MaskAnswers):
         it with a weight of --reward_weights. A row that the judge gives NaN is not scored at all.
         See `complete` for further ones and for captions that name nothing.
         """
-        captions, likelihood = self.ask_teacher(rollout)
+        asked, self.asked = self.asked, None
+        if asked is None or asked[0] is not rollout:
+            asked = rollout, self.ask_teacher(rollout)
+        captions, likelihood = asked[1]
         return self.compare(rollout, captions(), likelihood)
 
     def begin_rewards(self, rollout: Rollout) -> Callable[[], RewardOutput]:
-        captions, likelihood = self.ask_teacher(rollout)
-
-        def rewards() -> RewardOutput:
-            outcome = self.compare(rollout, captions(), likelihood)
-            return replace(outcome, rewards=with_measurements(self, rollout, outcome))
-
-        return rewards
+        self.asked = rollout, self.ask_teacher(rollout)
+        return super().begin_rewards(rollout)
 
     def ask_teacher(self, rollout: Rollout) -> tuple[Callable[[], list[str]], torch.Tensor | None]:
         """Ask the teacher for captions of the N sampled masks, and the prompts' likelihoods (N,).

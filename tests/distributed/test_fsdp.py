@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from rl_train import cli, loss, sft, train
 from rl_train.distributed import process_group
 from rl_train.distributed.fsdp import ShardedLayers, held_bytes, host_mesh, ranks_of_host
-from rl_train.engine import Engine
+from rl_train.engine import Engine, decode
 from rl_train.evaluation import evaluate
 from rl_train.loggers import tensorboard
 from rl_train.run import start
@@ -74,6 +74,8 @@ def work(data: Path, folder: Path, ports: list[str], runs: dict[str, dict], fast
     os.chdir(folder)
     start.CALIBRATION_SAMPLES, tensorboard.rollout_picture = 8, picture
     if fast:
+        # Whole bases sample one role at a time too, as those in shards do: to the bit.
+        decode.MAX_GROWTH = -1.0
         init = Engine.__init__
 
         def init_fast(engine, *args, **settings):
