@@ -112,7 +112,7 @@ def test_loop_1_by_weights(model, batch, monkeypatch):
 def test_loop_2_by_weights(model, batch, monkeypatch):
     """Captions of the teacher and likelihoods without weight are not computed."""
     calls = []
-    for function in ("describe", "caption_likelihood"):
+    for function in ("describe_later", "caption_likelihood"):
         real = getattr(caption_mask_caption, function)
         monkeypatch.setattr(
             caption_mask_caption,
@@ -129,9 +129,9 @@ def test_loop_2_by_weights(model, batch, monkeypatch):
         task = build(model, name, *weights, options=SPREAD)
         return set(task.rewards(rollout).rewards), list(calls)
 
-    assert measured() == ({"meteor", "iou"}, ["describe"])
+    assert measured() == ({"meteor", "iou"}, ["describe_later"])
     both = {"meteor", "iou", "likelihood"}
-    assert measured("loop2.likelihood=.5") == (both, ["describe", "caption_likelihood"])
+    assert measured("loop2.likelihood=.5") == (both, ["describe_later", "caption_likelihood"])
     alone = ("loop2.likelihood=1", "loop2.meteor=0")
     assert measured(*alone) == ({"iou", "likelihood"}, ["caption_likelihood"])
     assert measured("loop2.iou=1", "loop2.meteor=0") == ({"iou"}, [])
