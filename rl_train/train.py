@@ -64,9 +64,9 @@ def train(run: Run, loader: DataLoader, end_step: StepCallback):
         policy.unshard_base(vision=config.rollout.resample_equal_groups > 0)  # with --fsdp
         # All tasks; again for samples in the place of those whose rewards are all equal.
         for questions in resampler.rounds(step, loaded, features):
-            asked = []
-            # Loop 2 comes before loop 1, which then samples its captions together with those that
-            # loop 2 asks of the teacher.
+            asked_rollouts = []
+            # Loop 2 comes first: the captions that it asks of the teacher are then sampled together
+            # with those of loop 1.
             for task, batch, image_features in reversed(questions):
                 rng = run.rng(task, batch)  # from (seed, step, task, sample, generation) alone
                 prompts = task.prompts(batch, image_features)  # B
@@ -79,12 +79,12 @@ def train(run: Run, loader: DataLoader, end_step: StepCallback):
                 if config.loss.kl_coef:
                     with roles.use("reference"):
                         reference = reference_scores(policy, task, rollout, optim.micro_batch_size)
-                asked.append(step.ask(task, rollout, reference))  # asks the teacher
-            for question in reversed(asked):
-                outcome, weights = question.rewards(), question.task.reward_weights
+                asked_rollouts.append(step.ask(task, rollout, reference))  # asks the teacher
+            for asked in reversed(asked_rollouts):
+                outcome, weights = asked.rewards(), asked.task.reward_weights
                 training_reward = combine(outcome.rewards, weights, run.component_group_size)
                 advantages = group_advantages(training_reward, G, config.loss.group_scale)  # (N,)
-                step.add(question, outcome, training_reward, advantages)
+                step.add(asked, outcome, training_reward, advantages)
         if step.num_batches < optim.gradient_accumulation_steps:
             continue
         if step.prepare_update():  # False if all rewards of each group are equal

@@ -44,8 +44,8 @@ POLL = 2  # tokens between two polls of whether all rows are done; each is read 
 
 
 @dataclass
-class ComputedPrompts:
-    """Prompts that one role has computed, whose answers are still to be sampled."""
+class PrefilledPrompts:
+    """Prompts whose keys and values one role has computed, and which are not answered yet."""
 
     cache: list[list[torch.Tensor]]  # of each layer its keys and values, (m, K, D) each
     layout: CacheLayout
@@ -53,7 +53,7 @@ class ComputedPrompts:
     last: torch.Tensor  # (P, C) last hidden states
     params: SamplingParams
 
-    def with_rows_per_prefix(self, num_rows: int) -> "ComputedPrompts":
+    def with_rows_per_prefix(self, num_rows: int) -> "PrefilledPrompts":
         """Return the same with `num_rows` rows of a prefix, a divisor of what it has."""
         return replace(self, layout=self.layout.with_rows_per_prefix(num_rows))
 
@@ -84,8 +84,8 @@ class Decoder:
         self.cache = weight.new_zeros(slots * self.slot_size)  # not empty: 0 * NaN is NaN
 
     def joined(
-        self, first: ComputedPrompts, second: ComputedPrompts
-    ) -> list[ComputedPrompts] | None:
+        self, first: PrefilledPrompts, second: PrefilledPrompts
+    ) -> list[PrefilledPrompts] | None:
         """Return both with the same number of rows of a prefix; None if one graph can't hold them.
 
         It can if they end alike, and the cache does not grow by more than MAX_GROWTH.
@@ -103,7 +103,7 @@ class Decoder:
         growth *= self.slot_size * self.cache.element_size()
         return split if growth <= MAX_GROWTH * memory_of(self.cache.device) else None
 
-    def _sizes(self, parts: Sequence[ComputedPrompts]) -> dict[str, int]:
+    def _sizes(self, parts: Sequence[PrefilledPrompts]) -> dict[str, int]:
         """Return the sizes of a graph for one or two roles' prompts, and how it samples."""
         layouts, params = [part.layout for part in parts], parts[0].params
         group = layouts[0].rows_per_prefix
@@ -132,7 +132,7 @@ class Decoder:
         of_a_prefix = sizes["prefix_slots"] + sizes["rows_per_prefix"] * own_slots
         return sizes["num_prefixes"] * of_a_prefix
 
-    def graph(self, parts: Sequence[ComputedPrompts]) -> "Graph":
+    def graph(self, parts: Sequence[PrefilledPrompts]) -> "Graph":
         """Return the graph for one or two roles' prompts, captured at first use."""
         sizes, params = self._sizes(parts), parts[0].params
         # Everything that a capture fixes. The stop text counts by identity, as its table does.
@@ -148,15 +148,15 @@ class Decoder:
             )
         return self.graphs[key]
 
-    def compute(
+    def prefill(
         self,
         embeds: torch.Tensor,
         attention_mask: torch.Tensor,
         position_ids: torch.Tensor,
         prefix_layout: SharedPrefixLayout,
         params: SamplingParams,
-    ) -> ComputedPrompts:
-        """Compute prompts with the LoRA in use, which the copies are then of.
+    ) -> PrefilledPrompts:
+        """Compute keys and values of prompts with the LoRA in use, which is also copied.
 
         Args:
             prefix_layout: layout of the prompts; it and their mask are on the CPU.
@@ -166,12 +166,12 @@ class Decoder:
             self.fused, prefix_layout.gather(embeds), prefix_layout.layout, cache=cache
         )
         next_position = next_positions(position_ids, attention_mask)
-        return ComputedPrompts(
+        return PrefilledPrompts(
             cache, layout, next_position, prefix_layout.last(hidden)[:, 0], params
         )
 
     @torch.no_grad()
-    def sample(self, parts: Sequence[ComputedPrompts]) -> list[Completions]:
+    def sample(self, parts: Sequence[PrefilledPrompts]) -> list[Completions]:
         """Sample the answers of one or two roles' prompts; see `Engine.generate`.
 
         Args:
@@ -275,7 +275,7 @@ class Graph:
             self.advance()
         return graph
 
-    def load(self, parts: Sequence[ComputedPrompts]):
+    def load(self, parts: Sequence[PrefilledPrompts]):
         """Copy the keys and values of one or two roles' prompts to the end of their slots."""
         self.pad.fill_(self.prefix.shape[4])  # unused prefixes are empty
         for buffer in (self.position, self.own_pad):
@@ -283,7 +283,7 @@ class Graph:
         first = range(0, len(self.pad), len(self.pad) // len(parts))  # prefix of each role
         self.rows = [self._load(*part) for part in zip(first, parts)]
 
-    def _load(self, first: int, prompts: ComputedPrompts) -> torch.Tensor:
+    def _load(self, first: int, prompts: PrefilledPrompts) -> torch.Tensor:
         """Copy a role's keys and values, its prefixes from `first` on; return its rows."""
         layout, slots, rest_slots = prompts.layout, self.prefix.shape[4], self.rest_slots
         device, (num_prefixes, length) = self.pad.device, layout.prefixes.shape
@@ -308,7 +308,7 @@ class Graph:
                     of_rows[rows, :, rest_slots - rest_length : rest_slots] = rest
         return rows
 
-    def begin(self, parts: Sequence[ComputedPrompts]):
+    def begin(self, parts: Sequence[PrefilledPrompts]):
         """Sample the first token of each row from its prompt's last hidden state."""
         for buffer in (self.step, self.state, self.valid, self.hiddens):
             buffer.zero_()
@@ -389,7 +389,7 @@ class Graph:
                 *prefix, *suffix, pad=self.pad, own_pad=self.own_pad, done=self.done, slot=self.slot
             )
             attention, parts = partial(ops.attend, cache), ops.parts(cache)
-            weights = layer.of_two if self.num_loras > 1 else layer.copied
+            weights = layer.both_loras if self.num_loras > 1 else layer.copied
             x = decoder_layer(x, weights, rotation, attention, parts)
         residual, normed = ops.final(x, fused.final_norm)
         return residual if fused.before_norm else normed, normed

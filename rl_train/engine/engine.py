@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rl_train.distributed.fsdp import ShardedLayers
 from rl_train.engine import hf_backend, packed_forward
-from rl_train.engine.decode import ComputedPrompts, Decoder
+from rl_train.engine.decode import Decoder, PrefilledPrompts
 from rl_train.engine.fused_weights import FusedModel, unsupported
 from rl_train.engine.lm_head import token_logps
 from rl_train.engine.packing import Packed, pack, positions, shared_prefix_layout
@@ -213,20 +213,20 @@ class Engine:
             return DelayedCompletions(completions) if delay else completions
         prefix_layout = shared_prefix_layout(mask, position_ids_cpu, shared_prefix_lengths)
         with torch.autocast(embeds.device.type, enabled=False):
-            prompts = self._decoder.compute(embeds, mask, position_ids_cpu, prefix_layout, params)
+            prompts = self._decoder.prefill(embeds, mask, position_ids_cpu, prefix_layout, params)
         if delay and self.sharded is None:
             return self._delay(prompts)
         completions = self._sample(prompts)
         return DelayedCompletions(completions) if delay else completions
 
-    def _delay(self, prompts: ComputedPrompts) -> "DelayedCompletions":
+    def _delay(self, prompts: PrefilledPrompts) -> "DelayedCompletions":
         """Hold the LoRA that computed some prompts, until they are answered."""
-        if self._fused.hold():
+        if self._fused.hold_lora():
             self.free_cache()  # its graphs read the former matrices
         self._delayed = DelayedCompletions(None, self, prompts)
         return self._delayed
 
-    def _sample(self, prompts: ComputedPrompts) -> Completions:
+    def _sample(self, prompts: PrefilledPrompts) -> Completions:
         """Return the answers to prompts just computed; if they fit, also answer delayed ones."""
         delayed = self._delayed
         both = delayed and self._decoder.joined(prompts, delayed.prompts)
@@ -240,7 +240,7 @@ class Engine:
         """Sample the delayed completions by themselves, if there are any."""
         delayed, self._delayed = self._delayed, None
         if delayed is not None:
-            self._fused.recall()
+            self._fused.restore_lora()
             (delayed.completions,) = self._decoder.sample([delayed.prompts])
 
     def score(
@@ -351,7 +351,7 @@ class DelayedCompletions:
 
     completions: Completions | None
     engine: Engine | None = None
-    prompts: ComputedPrompts | None = None
+    prompts: PrefilledPrompts | None = None
 
     def read(self) -> Completions:
         """Return the completions, sampled now if no others came."""

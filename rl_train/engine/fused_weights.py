@@ -6,8 +6,8 @@ gathered, this rank's parts do not exist beside them: the last layers' matrices 
 Linears that read one input are one product. Of [Wq; Wk; Wv; Aq; Ak; Av] the W are the model's
 frozen weights, of which there is one copy in memory; the rows of the LoRA are copied in from the
 live float32 parameters, of whatever role is active, by `refresh`. Only what autograd is to follow
-reads the parameters themselves. A second LoRA, whose A are the last rows, is there from `hold` on:
-with it the sampler writes answers of two roles at a time.
+reads the parameters themselves. A second LoRA, whose A are the last rows, is there from `hold_lora`
+on: with it the sampler writes answers of two roles at a time.
 
 Letters: r LoRA rank, k linears of one input, D head size, V vocabulary, C width.
 """
@@ -39,7 +39,7 @@ class FusedLinears:
         second_targets: likewise of the second LoRA.
         live, copied: the linears as `layers.linear` takes them; their LoRA is the parameters
             themselves, or their copies.
-        of_two: as `copied`, with both LoRAs.
+        both_loras: as `copied`, with both LoRAs.
         sizes: outputs of each linear.
         memory: where the matrix lies while all layers in shards are gathered; None: anywhere.
     """
@@ -57,7 +57,7 @@ class FusedLinears:
 
     def free(self):
         """Let go of the matrix."""
-        self.live = self.copied = self.of_two = None
+        self.live = self.copied = self.both_loras = None
         self.targets, self.second_targets = [], []
 
     @property
@@ -114,11 +114,11 @@ class FusedLinears:
             joined_b=joined_b[0],
         )
         if self.has_second and loras:
-            self.of_two = self.copied._replace(
+            self.both_loras = self.copied._replace(
                 weight=weight, bias=bias, joined_b=joined_b, second_b=rows_b[1]
             )
         else:
-            self.of_two = self.copied
+            self.both_loras = self.copied
 
     def parts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return (this rank's part of a weight, the same as copied from the matrix) of each."""
@@ -145,7 +145,7 @@ class FusedLayer:
 
     Attributes:
         live, copied: its weights; their LoRA is the parameters themselves, or their copies.
-        of_two: its weights with two LoRAs, once there is a second.
+        both_loras: its weights with two LoRAs, once there is a second.
         sources, targets: parameters of its LoRA and their copies.
     """
 
@@ -184,7 +184,7 @@ class FusedLayer:
     def _collect(self):
         """Take over what the groups of linears have."""
         layer, family = self.module, self.family
-        self.live, self.copied, self.of_two = (
+        self.live, self.copied, self.both_loras = (
             layers.Layer(
                 norm=norm_of(layer.get_submodule(family.norm)),
                 qkv=qkv,
@@ -195,12 +195,12 @@ class FusedLayer:
                 down=down,
             )
             for qkv, out, gate_up, down in zip(
-                *[(group.live, group.copied, group.of_two) for group in self.linears]
+                *[(group.live, group.copied, group.both_loras) for group in self.linears]
             )
         )
         self.targets = [target for group in self.linears for target in group.targets]
 
-    def add_second(self) -> list[torch.Tensor]:
+    def add_second_lora(self) -> list[torch.Tensor]:
         """Make the matrices anew with room for a second LoRA, and return its tensors."""
         for group in self.linears:
             group.has_second = True
@@ -231,7 +231,7 @@ class FusedModel:
 
     Attributes:
         is_whole: whether the matrices of all layers are there.
-        second_targets: copies of the LoRA that `hold` keeps; None: never called.
+        second_targets: copies of the LoRA that `hold_lora` keeps; None: never called.
     """
 
     def __init__(
@@ -374,8 +374,8 @@ class FusedModel:
         if self.copied_from != address(self.sources):
             self.refresh()
 
-    def hold(self) -> bool:
-        """Copy the LoRA of the copies into the second one, which `refresh` does not change.
+    def hold_lora(self) -> bool:
+        """Keep the LoRA that was copied last as the second one, which `refresh` does not change.
 
         Returns:
             whether the matrices have moved: at the first call.
@@ -383,15 +383,15 @@ class FusedModel:
         assert not self.is_sharded
         is_first = self.second_targets is None
         if is_first:
-            self.second_targets = [t for layer in self.layers for t in layer.add_second()]
+            self.second_targets = [t for layer in self.layers for t in layer.add_second_lora()]
             self.targets = [target for layer in self.layers for target in layer.targets]
             self.state = self._state()
             self.refresh()
         _copy(self.second_targets, self.targets)
         return is_first
 
-    def recall(self):
-        """Copy the LoRA that was held back into the copies, until the next `refresh`."""
+    def restore_lora(self):
+        """Copy the LoRA that is held in the place of the other one, until the next `refresh`."""
         _copy(self.targets, self.second_targets)
         self.copied_from = None
 
