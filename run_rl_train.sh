@@ -79,7 +79,7 @@ if [ "$WORD" = demo ]; then
     set -- --model_path "$DEMO/checkpoint" --data_dir "$DEMO/train" --eval_data_dir "$DEMO/heldout" --output_dir "$RUN" \
         --attributes "$DEMO/attributes.json" --distractors \
         --dtype float32 --lora_r 16 --lora_alpha 32 --max_completion_length 24 --micro_batch_size 64 --batch_size 8 \
-        --num_generations 8 --learning_rate 6e-4 --text_hidden_fcs_lr 1e-3 --kl_coef 0.06 --mask_loss_coef 0 \
+        --num_generations 8 --learning_rate 1.5e-3 --text_hidden_fcs_lr 1e-3 --kl_coef 0.06 --mask_loss_coef 0 \
         --no-gradient_checkpointing --num_workers 1 --max_steps 240 --eval_samples 128 --eval_steps 120 --save_steps 60 --resume auto "$@"
 elif [ "$WORD" = points ]; then
     DEMO=outputs/points_demo

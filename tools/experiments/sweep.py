@@ -48,7 +48,7 @@ OF_DEMO = (
 )
 DEMO = (
     "--dtype float32 --lora_r 16 --lora_alpha 32 --max_completion_length 24 --micro_batch_size 64 "
-    "--batch_size 8 --num_generations 8 --learning_rate 6e-4 --text_hidden_fcs_lr 1e-3 "
+    "--batch_size 8 --num_generations 8 --learning_rate 1.5e-3 --text_hidden_fcs_lr 1e-3 "
     "--kl_coef 0.06"
 )
 SHORT = (
