@@ -266,11 +266,11 @@ def test_layers_are_shared_inside_a_host(tmp_path):
     assert [status for status, _ in ended] == [0] * 4, ended
 
 
-def live_bytes(at_most: float, seconds: float = 10) -> int:
-    """Bytes of all storages of this process that a tensor reaches, FSDP2's own among them.
+def wait_for_live_bytes(at_most: float, seconds: float = 10) -> int:
+    """Return `count_live_bytes` as soon as it is at most `at_most`, or after some seconds.
 
-    Waits some seconds for no more than `at_most`: on a loaded machine a thread of gloo drops the
-    last result of a collective only after `wait` of it has returned.
+    On a loaded machine a thread of gloo drops the last result of a collective only after `wait` of
+    it has returned.
     """
     deadline = time.monotonic() + seconds
     while (held := count_live_bytes()) > at_most and time.monotonic() < deadline:
@@ -279,6 +279,7 @@ def live_bytes(at_most: float, seconds: float = 10) -> int:
 
 
 def count_live_bytes() -> int:
+    """Return bytes of all storages that a tensor of this process reaches, FSDP2's own included."""
     gc.collect()
     # A DTensor has no storage of its own; its part is a tensor too.
     tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
@@ -314,7 +315,7 @@ def check_memory():
         assert part_bytes == engine.sharded.nbytes / 2
         # FSDP2 does not hold the parts as it made them. The engine has padded lm_head.
         others = whole - engine.sharded.nbytes + 0.1 * part_bytes
-        rest = live_bytes(others + 2 * part_bytes) - part_bytes  # `parts` are copies
+        rest = wait_for_live_bytes(others + 2 * part_bytes) - part_bytes  # `parts` are copies
         assert rest - part_bytes < others
         for _ in range(2):
             engine.unshard()
@@ -323,12 +324,12 @@ def check_memory():
             gathered = sum(tensor.nbytes for tensor in tensors)
             largest = max(copied.weight.nbytes for copied in copies)
             # Of the part's memory a remainder, in which no further matrix fits, is empty.
-            held = live_bytes(rest + gathered + largest - 1) - rest
+            held = wait_for_live_bytes(rest + gathered + largest - 1) - rest
             assert 0 <= held - gathered < largest < part_bytes
             del copies, tensors
             assert all_equal(matrices_of(fused), expected)
             engine.reshard()
-            assert live_bytes(rest + part_bytes) == rest + part_bytes
+            assert wait_for_live_bytes(rest + part_bytes) == rest + part_bytes
             assert all_equal(parts_of(fused), parts)
     process_group.close()
 

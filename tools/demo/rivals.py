@@ -47,8 +47,8 @@ CAPTION_SCORES = ("area", "confidence", "own likelihood", "majority")
 MASK_SCORES = ("area", "confidence")
 VARIANTS = ("threshold of the mask", "one area for all", masks.PEAK)  # of `masks.variants_of`
 TITLES = {"cycle_iou": "cycle IoU", "seg_iou": "IoU of a true caption's mask"}
-LEARNT = """What this shows: more than these causes give. A cheap reward, trained on, is not among
-them: python -m tools.experiments.sweep does that (docs/results.md, docs/points.md)."""
+LEARNT = """What this shows: more than these causes give. Not among them are cheap rewards,
+trained on, and more supervised steps on the base's data (docs/results.md, docs/points.md)."""
 WORKS = "What this shows: the loop working, not learning, as a cheap cause gains as much."
 SHOWS_NOTHING = "What this shows: nothing yet, no metric is shown to rise."
 FILE = "rivals.txt"  # in the run's folder
