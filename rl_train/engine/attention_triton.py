@@ -1,4 +1,4 @@
-"""Attention of a token in Triton: its heads from [q, k, v], and itself in two kernels.
+"""Attention of a token in Triton: a kernel makes the heads of [q, k, v], two attend.
 
 The functions are those of `layers` and `decode_torch`, where their arguments are documented.
 

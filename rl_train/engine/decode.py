@@ -88,7 +88,8 @@ class Decoder:
     ) -> list[PrefilledPrompts] | None:
         """Return both with the same number of rows of a prefix; None if one graph can't hold them.
 
-        It can if they end alike, and the cache does not grow by more than MAX_GROWTH.
+        It can if they end alike, the rows of a prefix of one are a multiple of the other's, and the
+        cache does not grow by more than MAX_GROWTH.
         """
         both, ends = [first, second], []
         for prompts in both:
@@ -175,8 +176,8 @@ class Decoder:
         """Sample the answers of one or two roles' prompts; see `Engine.generate`.
 
         Args:
-            parts: of the role whose LoRA the copies are of, and, as `joined` returns them, of that
-                whose LoRA is held. Their caches are emptied.
+            parts: prompts of the role whose LoRA the copies hold; behind them, if `joined` returned
+                two, those of the role whose LoRA is the second one. Their caches are emptied.
         """
         with torch.autocast(parts[0].last.device.type, enabled=False):
             graph = self.graph(parts)

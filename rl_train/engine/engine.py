@@ -184,7 +184,8 @@ class Engine:
             shared_prefix_lengths: how many leading embeddings each prompt has in common with the
                 one before it, which are then computed once; None: 0.
             delay: return `DelayedCompletions`, sampled together with the next that are not, by the
-                LoRA in use now, whatever is in use then. Without a GPU they are sampled at once.
+                LoRA in use now, whatever is in use then. They are sampled at once where the
+                model's own modules compute, and of layers in shards.
 
         Raises:
             ValueError: `uniforms` has another shape; an answer may pass `max_positions`.

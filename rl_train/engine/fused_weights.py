@@ -5,9 +5,9 @@ gathered, this rank's parts do not exist beside them: the last layers' matrices 
 
 Linears that read one input are one product. Of [Wq; Wk; Wv; Aq; Ak; Av] the W are the model's
 frozen weights, of which there is one copy in memory; the rows of the LoRA are copied in from the
-live float32 parameters, of whatever role is active, by `refresh`. Only what autograd is to follow
-reads the parameters themselves. A second LoRA, whose A are the last rows, is there from `hold_lora`
-on: with it the sampler writes answers of two roles at a time.
+live float32 parameters, of whatever role is active, by `refresh`. Only forwards that autograd
+follows read the parameters themselves. A second LoRA, whose A are the last rows, is there from
+`hold_lora` on: with it the sampler writes answers of two roles at a time.
 
 Letters: r LoRA rank, k linears of one input, D head size, V vocabulary, C width.
 """
@@ -67,7 +67,9 @@ class FusedLinears:
         return sum(self.sizes) + rank_sum, self.bases[0].in_features
 
     def fill(self, memory: torch.Tensor | None = None):
-        """Make the matrix with the LoRA in use, if not in shards as the parameters' storage.
+        """Make the matrix and copy the LoRA in use into it.
+
+        Unless the weights are in shards, the parameters become views of it.
 
         Args:
             memory: where to; None: into new memory.
@@ -121,7 +123,7 @@ class FusedLinears:
             self.both_loras = self.copied
 
     def parts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return (this rank's part of a weight, the same as copied from the matrix) of each."""
+        """Return of each weight this rank's part and a copy of the same rows of the matrix."""
         wholes = self.live.weight.split(self.sizes)
         weights = [base.weight for base in self.bases]
         return [(w.to_local(), own_rows(w, rows).clone()) for w, rows in zip(weights, wholes)]
@@ -157,7 +159,7 @@ class FusedLayer:
         self._collect()
 
     def gather(self, with_all: bool = False):
-        """Make the matrices of a layer in shards, which is whole only meanwhile; a collective.
+        """Gather a layer in shards, make its matrices, shard it again: a collective.
 
         Args:
             with_all: whether all layers are being gathered, so that its part may be overwritten.
@@ -375,7 +377,9 @@ class FusedModel:
             self.refresh()
 
     def hold_lora(self) -> bool:
-        """Keep the LoRA that was copied last as the second one, which `refresh` does not change.
+        """Keep the LoRA of the copies as the second one, which `refresh` does not change.
+
+        At the first call it is the LoRA in use, which is copied anew.
 
         Returns:
             whether the matrices have moved: at the first call.

@@ -19,11 +19,11 @@ def before_attention_vjp(
     layer: Layer,
     rotation: Rotation,
 ) -> tuple[torch.Tensor, ...]:
-    """Return derivatives by the residual, plus `d_residual`, and by each LoRA of qkv.
+    """Return the gradients of the residual, `d_residual` added, and of A, B of each linear of qkv.
 
     Args:
-        d_residual: by the residual behind attention; d_heads: by q, k, v; the rest as in
-            `layers.before_attention`, of which the LoRA's A are rows of the weights.
+        d_residual: gradient of the residual that goes past attention; d_heads: of q, k, v; the rest
+            as in `layers.before_attention`, where LoRA's A are rows of the weights.
     """
     norm, qkv, head_norms, *behind = layer
     frozen, lora = _apart(qkv)
@@ -40,9 +40,9 @@ def before_attention_vjp(
 def behind_attention_vjp(
     d: torch.Tensor, residual: torch.Tensor, mixed: torch.Tensor, layer: Layer
 ) -> tuple[torch.Tensor, ...]:
-    """Return derivatives by residual, by mixed and by each LoRA of the linears in turn.
+    """Return the gradients of residual, of mixed and of A, B of each linear in turn.
 
-    Compiled, it does not compute the output of `down`.
+    Compiled, it does not compute the output of `down`. d: gradient of the layer's output.
     """
     *before, out, mlp_norm, gate_up, down = layer
     frozen, loras = zip(*[_apart(linears) for linears in (out, gate_up, down)])

@@ -5,7 +5,7 @@
     x = x + linear(gate(linear(norm(x), gate_up)), down)
 
 Tokens are packed, without padding. A linear is y = x W^T + b + s (x A^T) B^T, of which W and b are
-frozen, A and B are not. Who computes a layer chooses its attention, and the `Parts` that compute
+frozen, A and B are not. The caller of a layer chooses its attention, and the `Parts` that compute
 the rest: PLAIN, which torch.compile fuses into few kernels, or the sampler's kernels.
 
 Letters: m tokens, C width, H query heads, K key-value heads, D head size, F MLP width, r LoRA rank,
@@ -31,9 +31,9 @@ class Linears(NamedTuple):
     """k linears that read one input, with their LoRA.
 
     Attributes:
-        weight: (outputs, C) frozen, of all linears; LoRA's A are its last rows if there are B and
-            no `a`.
-        bias: (outputs,) or None.
+        weight: (outputs, C) frozen, of all linears, C the width of their input; behind these rows,
+            if there are B and `a` is empty, LoRA's A.
+        bias: as many numbers as weight has rows, 0 for those of LoRA's A; or None.
         sizes: outputs of each linear.
         scaling: of the LoRA, alpha / r.
         a: LoRA's A (r, C) of each, or one of all.
@@ -107,7 +107,7 @@ def linear(x: torch.Tensor, linears: Linears) -> Sequence[torch.Tensor]:
     if not b:
         return outputs
     if a:
-        # Autograd follows A itself, a parameter in float32, by a product of its own.
+        # Autograd follows A, a float32 parameter or a copy of it, by a product of its own.
         inner = F.linear(x, (torch.cat(a) if len(a) > 1 else a[0]).to(x.dtype))
     inner = scaling * inner  # scaled here: r is small beside the outputs
     # B differs from linear to linear, so each has a product with its r columns of `inner`.
@@ -123,7 +123,7 @@ def heads(
     q, k, v = (part.unflatten(1, (-1, size)) for part in projected)
     if norms:
         q, k = (norm(x, weights) for x, weights in zip((q, k), norms))
-    # A view of v would keep the product of q, k and v in memory for as long as v.
+    # Copied: a view would keep the product of q, k and v in memory for as long as v.
     return rotate(q, *rotation), rotate(k, *rotation), v.contiguous()
 
 

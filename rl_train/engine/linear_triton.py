@@ -31,7 +31,9 @@ class Normed(NamedTuple):
 
 
 class Projected(NamedTuple):
-    """A product with the matrix of linears. Who reads it adds the LoRA, divides, adds the bias.
+    """A product with the matrix of linears.
+
+    The kernel that reads it adds the LoRA, divides, and adds the bias.
 
     Attributes:
         y: (N, outputs + k*r), or summands of it (.., N, outputs + k*r).

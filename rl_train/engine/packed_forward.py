@@ -31,7 +31,7 @@ def hidden_states(
 
     They are those after the final norm, or before it if `fused.before_norm`.
 
-    They carry gradient to embeds and LoRA. Without gradient, and with checkpointing, the copies of
+    They carry gradient to embeds and LoRA. Without gradient, or with checkpointing, the copies of
     the LoRA in the fused matrices are refreshed.
 
     Args:
@@ -62,7 +62,7 @@ def hidden_states(
             residual, *deepstack = (part.contiguous() for part in residual.split(width, dim=1))
         for number, layer in enumerate(fused.layers):
             if recompute:
-                # Inputs of the Function, as autograd asks derivatives of inputs only.
+                # LoRA's parameters are inputs, as only a Function's inputs get gradients.
                 residual = _Checkpoint.apply(
                     fused, number, rotation, runs, residual, *layer.sources
                 )

@@ -18,8 +18,7 @@ from sa2va_hf.to_device import to_device
 # Attention by a bias costs the square of a sequence's length, and all sequences are padded to the
 # longest.
 MAX_PROMPTS_PER_SEQUENCE = 8
-# Slots of the cache whose keys and values take about as long to read as one more row takes to
-# decode.
+# To decode one more row takes about as long as to read the keys and values of so many slots.
 SLOTS_PER_ROW = 1000
 
 
@@ -171,8 +170,8 @@ class SharedPrefixLayout:
     def cache_layout(self, num_generations: int) -> CacheLayout:
         """Return the layout of a cache for G rows of each prompt.
 
-        G rows of one prompt share all of it. If G is 1, the prompts of a sequence share its prefix,
-        where that saves more than the unused rows cost that make all groups equally large.
+        G rows of one prompt share all of it. If G is 1, the prompts of a sequence share its prefix
+        if the slots saved outweigh the unused rows that make all groups equally large.
         """
         num_prompts = len(self.lengths)
         every = torch.arange(num_prompts)

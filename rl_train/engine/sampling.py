@@ -87,8 +87,8 @@ def _first_above(cdf, target, total) -> torch.Tensor:
 class StopText:
     """Test for a template's stop texts, and for EOS.
 
-    An answer ends at the first token that completes a stop text in its decoded text, line breaks
-    ignored: the rule of the original's inference and of `sa2va_hf.prediction.StopWords`. A stop
+    An answer ends at the first token after which its decoded text, without line breaks, ends with a
+    stop text: the rule of the original's inference and of `sa2va_hf.prediction.StopWords`. A stop
     text is plain BPE text, whose ids depend on what precedes it. So the stop texts are an automaton
     over bytes (Aho-Corasick) whose state is the longest tail of the answer that begins one of them.
     Where a whole token leads from each state is computed once, so a step is one look-up, without a
@@ -139,7 +139,7 @@ class SamplingParams:
 def _automaton(texts: list[bytes]) -> tuple[np.ndarray, int]:
     """Return the next state (S, 256), and the first of the states, at the end, behind a text.
 
-    State 0 is the start. A line break changes nothing, but where it cuts a character in two.
+    State 0 is the start. A line break changes nothing, except where it splits a character.
     """
     prefixes = {text[:n] for text in texts for n in range(len(text) + 1)} | {b""}
     behind = {prefix: prefix.endswith(tuple(texts)) for prefix in prefixes}

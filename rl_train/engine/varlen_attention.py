@@ -55,7 +55,7 @@ def varlen_segments(
 
 
 def by_flash(x: torch.Tensor) -> bool:
-    """Tell whether flash attention supports such tensors."""
+    """Tell whether the tensors' device and dtype are those of torch's flash attention."""
     return x.is_cuda and x.dtype == torch.bfloat16
 
 
