@@ -22,6 +22,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from rl_train.config.flags import COUNT
 from rl_train.utils.command_line import FlagParser, run_program
 from rl_train.utils.io import read_json, write_json
 from sa2va_hf.tokenizer import load_tokenizer
@@ -56,11 +57,13 @@ def write_split(folder: Path, seed: int, split: int, num_scenes: int, workers: i
     write_gar(rows(), folder)
 
 
-def write_warm_start(folder: Path, seed: int, num_scenes: int, workers: int = 0):
+def write_warm_start(
+    folder: Path, seed: int, num_scenes: int, captioned_one_in: int, workers: int = 0
+):
     """Write what the checkpoint is trained on, in the layout of `tools.demo.warm_start`."""
     scenes = in_order(partial(make_scene, seed, WARM_START), num_scenes, workers)
     regions = [(i, scene.image, obj) for i, scene in enumerate(scenes) for obj in scene.objects]
-    parts = {SEGMENTED: regions, CAPTIONED: regions[::CAPTIONED_ONE_IN]}
+    parts = {SEGMENTED: regions, CAPTIONED: regions[::captioned_one_in]}
     for part, members in parts.items():
         rows = (
             dict(image=image, mask=obj.mask, caption=obj.caption, category=obj.shape)
@@ -76,7 +79,7 @@ def write_warm_start(folder: Path, seed: int, num_scenes: int, workers: int = 0)
 
 def warm_start_flags(args: argparse.Namespace) -> dict[str, Any]:
     """Return the flags that a checkpoint follows from."""
-    names = ("seed", "warm_start_scenes", "warm_start_steps", "dtype")
+    names = ("seed", "warm_start_scenes", "captioned_one_in", "warm_start_steps", "dtype")
     return {name: getattr(args, name) for name in names}
 
 
@@ -103,7 +106,9 @@ def train_checkpoint(output_dir: Path, args: argparse.Namespace):
     write_json(warm_start / FLAGS_FILE, warm_start_flags(args))
     if not data.exists():
         with complete_or_absent(data) as unfinished:
-            write_warm_start(unfinished, args.seed, args.warm_start_scenes, args.workers)
+            write_warm_start(
+                unfinished, args.seed, args.warm_start_scenes, args.captioned_one_in, args.workers
+            )
     schedule = replace(SCHEDULE, steps=tuple(args.warm_start_steps))
     heldout = output_dir / "heldout"
     train_base(
@@ -138,6 +143,12 @@ def build_parser() -> FlagParser:
         type=int,
         default=WARM_START_SCENES,
         help="scenes drawn for the warm start",
+    )
+    add(
+        "--captioned_one_in",
+        type=COUNT,
+        default=CAPTIONED_ONE_IN,
+        help="of how many regions of the warm start one has a caption",
     )
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the training")
     add("--workers", type=int, default=0, help="processes that draw and read; 0: this one")
