@@ -55,7 +55,7 @@ def varlen_segments(
 
 
 def by_flash(x: torch.Tensor) -> bool:
-    """Tell whether the tensors' device and dtype are those of torch's flash attention."""
+    """Tell whether such tensors are computed by flash attention: bfloat16 on a GPU."""
     return x.is_cuda and x.dtype == torch.bfloat16
 
 

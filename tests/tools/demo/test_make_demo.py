@@ -37,7 +37,7 @@ from tools.demo.warm_start import PARTS
 from tools.experiments.pictures.dataset import TRUTH, read_truth
 
 SCENES = 24  # of the warm start here: 103 regions
-ONE_IN = 40  # of them has a caption
+ONE_IN = 40  # of so many regions one has a caption
 CAPTIONS = [caption(*values) for values in product(*ATTRIBUTES.values())]
 
 
