@@ -12,8 +12,8 @@ order. Ranks sample answers of different lengths and have different numbers of m
 - In an update each layer is gathered while it computes, in the forward and in the backward. A rank
   with fewer micro-batches than others takes part in the gathers of theirs (`take_part`).
 
-After `pack` this rank's parts of all layers lie in one tensor. Code that has a copy of all gathered
-layers may overwrite it, and must write the parts back before the next gather.
+After `pack` this rank's shards of all layers lie in one tensor. Code that has a copy of all
+gathered layers may overwrite it, and must write the shards back before the next gather.
 """
 
 import os
@@ -57,7 +57,7 @@ def host_mesh(device: torch.device) -> DeviceMesh:
 
 
 class ShardedLayers:
-    """Layers of which each rank of a mesh keeps a part.
+    """Layers of which each rank of a mesh keeps a shard.
 
     Args:
         parent: module whose forward calls the layers.
@@ -85,10 +85,10 @@ class ShardedLayers:
 
     @torch.no_grad()
     def pack(self) -> torch.Tensor | None:
-        """Move this rank's parts into one tensor (1-D), in the order of the layers, and return it.
+        """Move this rank's shards into one tensor (1-D), in the order of the layers, and return it.
 
         A collective, before any other gather. It returns None and moves nothing if the rows of a
-        matrix do not divide evenly, since FSDP2 keeps the parts of such a matrix padded elsewhere.
+        matrix do not divide evenly, since FSDP2 keeps the shards of such a matrix padded elsewhere.
         """
         places = [
             (layer, module, name)
@@ -100,11 +100,11 @@ class ShardedLayers:
         parameters = [getattr(module, name) for _, module, name in places]
         if any(len(p) % p.device_mesh.size() for p in parameters):
             return None
-        parts = [p.to_local() for p in parameters]
-        self.memory = parts[0].new_empty(sum(part.numel() for part in parts))
-        rows = self.memory.split([part.numel() for part in parts])
-        for (_, module, name), parameter, part, row in zip(places, parameters, parts, rows):
-            row = row.view_as(part).copy_(part)
+        shards = [p.to_local() for p in parameters]
+        self.memory = shards[0].new_empty(sum(shard.numel() for shard in shards))
+        rows = self.memory.split([shard.numel() for shard in shards])
+        for (_, module, name), parameter, shard, row in zip(places, parameters, shards, rows):
+            row = row.view_as(shard).copy_(shard)
             mesh, placements = parameter.device_mesh, parameter.placements
             moved = DTensor.from_local(row, mesh, placements, run_check=False)
             setattr(module, name, nn.Parameter(moved, requires_grad=False))
@@ -138,7 +138,7 @@ class ShardedLayers:
 
 
 def own_rows(parameter: DTensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a whole matrix that are this rank's part of the parameter."""
+    """Return the rows of a whole matrix that are this rank's shard of the parameter."""
     rows = len(parameter.to_local())  # as on all ranks: see `ShardedLayers.pack`
     return whole[rows * parameter.device_mesh.get_local_rank() :][:rows]
 

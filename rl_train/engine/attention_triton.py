@@ -24,7 +24,7 @@ from rl_train.engine.linear_triton import (
     read_power,
 )
 
-MAX_SPLITS = 8  # parts of a prefix's keys that programs process in parallel
+MAX_SPLITS = 8  # ranges of a prefix's keys that programs process in parallel
 LOG2E = 1.4426950408889634
 
 
@@ -176,7 +176,7 @@ def _attend(
     own_pad,
     done,
     slot,
-    parts,
+    partials,
     sizes,
     scale,
     num_prefixes,
@@ -236,25 +236,25 @@ def _attend(
         p, shrink = tl.exp2(score - higher[:, None]), tl.exp2(highest - higher)
         total, highest = total * shrink + tl.sum(p, axis=1), higher
         mixed = mixed * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-    # Unnormalised: `_merge` divides by the sum over all parts.
+    # Unnormalised: `_merge` divides by the sum over all partial results.
     at = head * (M.SPLITS + 1) + split
-    tl.store(parts + at[:, None] * D + d[None, :], mixed, mask=valid[:, None])
+    tl.store(partials + at[:, None] * D + d[None, :], mixed, mask=valid[:, None])
     tl.store(sizes + at * 2, highest, mask=valid)
     tl.store(sizes + at * 2 + 1, total, mask=valid)
 
 
 @triton.jit
-def _merge(parts, sizes, out, D: tl.constexpr, NUM: tl.constexpr, BLOCK: tl.constexpr):
-    """Merge NUM parts of one query's attention.
+def _merge(partials, sizes, out, D: tl.constexpr, NUM: tl.constexpr, BLOCK: tl.constexpr):
+    """Merge NUM partial results of one query's attention.
 
-    Each part has its highest score and its sum of exponentials.
+    Each has its highest score and its sum of exponentials.
     """
     head, part, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, D)
     at, valid = head * NUM + part, part < NUM
     highest = tl.load(sizes + at * 2, mask=valid, other=-1e30)
     weight = tl.exp2(highest - tl.max(highest))
     total = tl.sum(weight * tl.load(sizes + at * 2 + 1, mask=valid, other=0.0))
-    vectors = tl.load(parts + at[:, None] * D + d[None, :], mask=valid[:, None], other=0.0)
+    vectors = tl.load(partials + at[:, None] * D + d[None, :], mask=valid[:, None], other=0.0)
     mixed = tl.sum(vectors * weight[:, None], axis=0) / total
     tl.store(out + head * D + d, mixed.to(out.dtype.element_ty))
 
@@ -269,9 +269,9 @@ def attend(cache: TokenCache, q: torch.Tensor, k: None, v: None) -> torch.Tensor
     splits = min(MAX_SPLITS, triton.cdiv(slots, 128))
     # Keys of a split, a multiple of what a program reads together.
     chunk = triton.cdiv(triton.cdiv(slots, splits), num_keys) * num_keys
-    num_parts = splits + 1  # the last: a row's own keys
-    parts = q.new_empty(n, num_heads, num_parts, size, dtype=torch.float32)
-    sums = q.new_empty(n, num_heads, num_parts, 2, dtype=torch.float32)
+    num_partials = splits + 1  # the last: a row's own keys
+    partials = q.new_empty(n, num_heads, num_partials, size, dtype=torch.float32)
+    sums = q.new_empty(n, num_heads, num_partials, 2, dtype=torch.float32)
     shared_items = num_prefixes * triton.cdiv(group * per, queries) * splits
     own_items = n * triton.cdiv(per, queries)
     _attend[(shared_items + own_items, num_kv)](
@@ -282,13 +282,15 @@ def attend(cache: TokenCache, q: torch.Tensor, k: None, v: None) -> torch.Tensor
         own_pad,
         done,
         slot,
-        parts,
+        partials,
         sums,
         size**-0.5 * LOG2E,  # for exp2, which GPUs compute directly
         num_prefixes,
         chunk,
         Heads(num_heads, num_kv, size, group, splits, queries, num_keys),
     )
-    out, block = torch.empty_like(q), triton.next_power_of_2(num_parts)
-    _merge[(n * num_heads,)](parts, sums, out, D=size, NUM=num_parts, BLOCK=block, num_warps=1)
+    out, block = torch.empty_like(q), triton.next_power_of_2(num_partials)
+    _merge[(n * num_heads,)](
+        partials, sums, out, D=size, NUM=num_partials, BLOCK=block, num_warps=1
+    )
     return out.view(n, -1)

@@ -26,7 +26,7 @@ import torch
 
 from rl_train.engine import packed_forward
 from rl_train.engine.decode_torch import TokenCache
-from rl_train.engine.layers import any_number, decoder_layer, norm
+from rl_train.engine.layers import decoder_layer, mark_rows_dynamic, norm
 from rl_train.engine.lm_head import product
 from rl_train.engine.packing import CacheLayout, SharedPrefixLayout, next_positions
 from rl_train.engine.sampling import GREEDY, Completions, SamplingParams
@@ -104,9 +104,9 @@ class Decoder:
         growth *= self.slot_size * self.cache.element_size()
         return split if growth <= MAX_GROWTH * memory_of(self.cache.device) else None
 
-    def _sizes(self, parts: Sequence[PrefilledPrompts]) -> dict[str, int]:
+    def _sizes(self, role_prompts: Sequence[PrefilledPrompts]) -> dict[str, int]:
         """Return the sizes of a graph for one or two roles' prompts, and how it samples."""
-        layouts, params = [part.layout for part in parts], parts[0].params
+        layouts, params = [prompts.layout for prompts in role_prompts], role_prompts[0].params
         group = layouts[0].rows_per_prefix
         num_prefixes = max(len(layout.prefixes) for layout in layouts)
         prefixes = _round_up(num_prefixes, 16)
@@ -114,16 +114,16 @@ class Decoder:
             # The next power of 2: a few prefixes need not pay for 16.
             prefixes = 1 << (num_prefixes - 1).bit_length()
         # Kernels take 16 rows of a LoRA at least.
-        while len(parts) > 1 and prefixes * group % 16:
+        while len(role_prompts) > 1 and prefixes * group % 16:
             prefixes *= 2
         return dict(
-            num_loras=len(parts),
-            num_prefixes=prefixes * len(parts),
+            num_loras=len(role_prompts),
+            num_prefixes=prefixes * len(role_prompts),
             rows_per_prefix=group,
             prefix_slots=_round_up(max(one.prefixes.shape[1] for one in layouts), PROMPT_SLOTS),
             rest_slots=_round_up(max(one.rests.shape[1] for one in layouts), PROMPT_SLOTS),
             num_tokens=_round_up(params.max_new_tokens, NEW_SLOTS),
-            greedy=all(part.params.uniforms is None for part in parts),
+            greedy=all(prompts.params.uniforms is None for prompts in role_prompts),
         )
 
     @staticmethod
@@ -133,9 +133,9 @@ class Decoder:
         of_a_prefix = sizes["prefix_slots"] + sizes["rows_per_prefix"] * own_slots
         return sizes["num_prefixes"] * of_a_prefix
 
-    def graph(self, parts: Sequence[PrefilledPrompts]) -> "Graph":
+    def graph(self, role_prompts: Sequence[PrefilledPrompts]) -> "Graph":
         """Return the graph for one or two roles' prompts, captured at first use."""
-        sizes, params = self._sizes(parts), parts[0].params
+        sizes, params = self._sizes(role_prompts), role_prompts[0].params
         # Everything that a capture fixes. The stop text counts by identity, as its table does.
         key = (*sizes.values(), params.stop, params.pad_id, params.temperature)
         if key not in self.graphs:
@@ -172,20 +172,21 @@ class Decoder:
         )
 
     @torch.no_grad()
-    def sample(self, parts: Sequence[PrefilledPrompts]) -> list[Completions]:
+    def sample(self, role_prompts: Sequence[PrefilledPrompts]) -> list[Completions]:
         """Sample the answers of one or two roles' prompts; see `Engine.generate`.
 
         Args:
-            parts: prompts of the role whose LoRA the copies hold; behind them, if `joined` returned
-                two, those of the role whose LoRA is the second one. Their caches are emptied.
+            role_prompts: prompts of the role whose LoRA the copies hold; behind them, if `joined`
+                returned two, those of the role whose LoRA is the second one. Their caches are
+                emptied.
         """
-        with torch.autocast(parts[0].last.device.type, enabled=False):
-            graph = self.graph(parts)
-            graph.load(parts)
-            for part in parts:
-                part.cache.clear()  # copied: freed before the first token
-            graph.begin(parts)
-            graph.run(parts[0].params.max_new_tokens)
+        with torch.autocast(role_prompts[0].last.device.type, enabled=False):
+            graph = self.graph(role_prompts)
+            graph.load(role_prompts)
+            for prompts in role_prompts:
+                prompts.cache.clear()  # copied: freed before the first token
+            graph.begin(role_prompts)
+            graph.run(role_prompts[0].params.max_new_tokens)
         return [graph.completions(rows) for rows in graph.rows]
 
 
@@ -244,7 +245,7 @@ class Graph:
         self.valid = new_zeros(n, num_tokens, dtype=torch.bool)
         self.done = new_zeros(n, dtype=torch.bool)
         self.state, self.token, self.position = (new_zeros(n, dtype=torch.long) for _ in range(3))
-        any_number(self.done, self.state, self.token)  # so that `choose` is compiled once
+        mark_rows_dynamic(self.done, self.state, self.token)  # so that `choose` is compiled once
         for buffer in (self.uniforms, self.ids, self.logp, self.valid):
             torch._dynamo.maybe_mark_dynamic(buffer, (0, 1))
         self.step, self.slot = (new_zeros(1, dtype=torch.long) for _ in range(2))
@@ -276,13 +277,13 @@ class Graph:
             self.advance()
         return graph
 
-    def load(self, parts: Sequence[PrefilledPrompts]):
+    def load(self, role_prompts: Sequence[PrefilledPrompts]):
         """Copy the keys and values of one or two roles' prompts to the end of their slots."""
         self.pad.fill_(self.prefix.shape[4])  # unused prefixes are empty
         for buffer in (self.position, self.own_pad):
             buffer.zero_()  # of unused rows
-        first = range(0, len(self.pad), len(self.pad) // len(parts))  # prefix of each role
-        self.rows = [self._load(*part) for part in zip(first, parts)]
+        first = range(0, len(self.pad), len(self.pad) // len(role_prompts))  # prefix of each role
+        self.rows = [self._load(*pair) for pair in zip(first, role_prompts)]
 
     def _load(self, first: int, prompts: PrefilledPrompts) -> torch.Tensor:
         """Copy a role's keys and values, its prefixes from `first` on; return its rows."""
@@ -309,16 +310,16 @@ class Graph:
                     of_rows[rows, :, rest_slots - rest_length : rest_slots] = rest
         return rows
 
-    def begin(self, parts: Sequence[PrefilledPrompts]):
+    def begin(self, role_prompts: Sequence[PrefilledPrompts]):
         """Sample the first token of each row from its prompt's last hidden state."""
         for buffer in (self.step, self.state, self.valid, self.hiddens):
             buffer.zero_()
         self.slot.fill_(self.rest_slots)
         self.done.fill_(True)  # unused rows are done from the start
         first = torch.zeros_like(self.hiddens[:, 0])
-        for rows, part in zip(self.rows, parts):
+        for rows, prompts in zip(self.rows, role_prompts):
             self.done.index_fill_(0, rows, False)
-            hidden, uniforms = part.last, part.params.uniforms
+            hidden, uniforms = prompts.last, prompts.params.uniforms
             if self.fused.before_norm:
                 hidden = norm(hidden, self.fused.final_norm)
             first.index_copy_(0, rows, hidden.repeat_interleave(len(rows) // len(hidden), 0))
@@ -375,7 +376,7 @@ class Graph:
     def sample(self, normed: torch.Tensor):
         """Draw token `step` of each row from `normed` (N, C) and write it down."""
         logits = product(normed, self.fused.padded_head.t())  # (N, at least V)
-        self.fused.decode_ops.choose(self, *any_number(logits))
+        self.fused.decode_ops.choose(self, *mark_rows_dynamic(logits))
 
     def forward(self):
         """Return the last hidden state (N, C) of the newest token, and what lm_head reads (N, C).

@@ -92,7 +92,7 @@ class Engine:
         self.gathered_at: list[int] = []  # addresses of the matrices at the last `unshard`
 
     def shard(self, mesh: DeviceMesh):
-        """Keep this rank's part of each layer from now on; before the engine's first use.
+        """Keep this rank's shard of each layer from now on; before the engine's first use.
 
         A collective.
         """

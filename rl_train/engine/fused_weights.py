@@ -1,7 +1,8 @@
 """Weights of a decoder LLM as few matrices, of which its parameters are views while in use.
 
 Of layers in shards (--fsdp) the matrices are copies, made when a layer is gathered. While all are
-gathered, this rank's parts do not exist beside them: the last layers' matrices lie in their memory.
+gathered, this rank's shards do not exist beside them: the last layers' matrices lie in their
+memory.
 
 Linears that read one input are one product. Of [Wq; Wk; Wv; Aq; Ak; Av] the W are the model's
 frozen weights, of which there is one copy in memory; the rows of the LoRA are copied in from the
@@ -24,7 +25,7 @@ from rl_train.distributed.fsdp import ShardedLayers, own_rows
 from rl_train.engine import decode_torch, layer_vjp, layers
 from rl_train.engine.families import Family, family_of
 
-ALIGNMENT = 256  # numbers; of matrices in the parts' memory, as torch aligns its own
+ALIGNMENT = 256  # numbers; of matrices in the shards' memory, as torch aligns its own
 
 
 class FusedLinears:
@@ -122,8 +123,8 @@ class FusedLinears:
         else:
             self.both_loras = self.copied
 
-    def parts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return of each weight this rank's part and a copy of the same rows of the matrix."""
+    def shards(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return of each weight this rank's shard and a copy of the same rows of the matrix."""
         wholes = self.live.weight.split(self.sizes)
         weights = [base.weight for base in self.bases]
         return [(w.to_local(), own_rows(w, rows).clone()) for w, rows in zip(weights, wholes)]
@@ -162,7 +163,7 @@ class FusedLayer:
         """Gather a layer in shards, make its matrices, shard it again: a collective.
 
         Args:
-            with_all: whether all layers are being gathered, so that its part may be overwritten.
+            with_all: whether all layers are being gathered, so that its shard may be overwritten.
         """
         self.module.unshard()
         for group in self.linears:
@@ -171,11 +172,11 @@ class FusedLayer:
         self._collect()
 
     def restore(self):
-        """Write this rank's part of a layer in shards anew, if there are its matrices."""
+        """Write this rank's shards of a layer anew, if there are its matrices."""
         if self.live.qkv is not None:
-            # All are copied before any is written: the matrices may lie where the parts do.
-            for part, rows in [pair for group in self.linears for pair in group.parts()]:
-                part.copy_(rows)
+            # All are copied before any is written: the matrices may lie where the shards do.
+            for shard, rows in [pair for group in self.linears for pair in group.shards()]:
+                shard.copy_(rows)
 
     def free(self):
         """Let go of the matrices of a layer in shards."""
@@ -257,7 +258,7 @@ class FusedModel:
             bases = [
                 base for layer in self.layers for group in layer.linears for base in group.bases
             ]
-            # Else `reshard` would not restore all parts.
+            # Else `reshard` would not restore all shards.
             assert sum(base.weight.nbytes for base in bases) == sharded.nbytes
             self._lend(self.shard_memory)
         # (sources, targets) of all layers in one list: one call copies the LoRA.
@@ -308,11 +309,11 @@ class FusedModel:
         return id(module), address, *lora
 
     def _lend(self, memory: torch.Tensor):
-        """Let the last layers' matrices, as many as fit, lie in the memory of this rank's parts.
+        """Let the last layers' matrices, as many as fit, lie in the memory of this rank's shards.
 
-        At any time the memory holds parts, then matrices, both up to its end in the order of the
-        layers. A layer's matrices are no smaller than its parts. So matrices that are made in this
-        order overwrite no parts of later layers, and parts that are written in the reverse order
+        At any time the memory holds shards, then matrices, both up to its end in the order of the
+        layers. A layer's matrices are no smaller than its shards. So matrices that are made in this
+        order overwrite no shards of later layers, and shards that are written in the reverse order
         no matrices of earlier ones.
         """
         end = len(memory) // ALIGNMENT * ALIGNMENT

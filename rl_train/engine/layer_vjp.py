@@ -37,7 +37,7 @@ def before_attention_vjp(
     return d_residual + by_residual, *_of_each(*lora)
 
 
-def behind_attention_vjp(
+def after_attention_vjp(
     d: torch.Tensor, residual: torch.Tensor, mixed: torch.Tensor, layer: Layer
 ) -> tuple[torch.Tensor, ...]:
     """Return the gradients of residual, of mixed and of A, B of each linear in turn.
@@ -50,7 +50,7 @@ def behind_attention_vjp(
     def function(residual, mixed, loras):
         out, gate_up, down = map(_with_lora, frozen, loras)
         replaced = Layer(*before, out, mlp_norm, gate_up, down)
-        return layers.behind_attention(residual, mixed, replaced)
+        return layers.after_attention(residual, mixed, replaced)
 
     # The derivative does not depend on the output, so the compiler drops the last product.
     by_residual, by_mixed, loras = torch.func.vjp(function, residual, mixed, loras)[1](d)
@@ -82,16 +82,16 @@ class LayerFunctions(NamedTuple):
     """Functions of a layer, plain or compiled."""
 
     before_attention: Callable
-    behind_attention: Callable
+    after_attention: Callable
     norm: Callable
     before_attention_vjp: Callable
-    behind_attention_vjp: Callable
+    after_attention_vjp: Callable
 
 
 FUNCTIONS = LayerFunctions(
     layers.before_attention,
-    layers.behind_attention,
+    layers.after_attention,
     layers.norm,
     before_attention_vjp,
-    behind_attention_vjp,
+    after_attention_vjp,
 )

@@ -162,7 +162,7 @@ def decoder_layer(
         attention: returns (m, H*D) from q (m, H, D), k and v (m, K, D).
     """
     mixed = attention(*before_attention(x, layer, rotation, parts))
-    return behind_attention(x, mixed, layer, parts)
+    return after_attention(x, mixed, layer, parts)
 
 
 def before_attention(
@@ -173,7 +173,7 @@ def before_attention(
     return parts.heads(projected, layer.head_norms, rotation)
 
 
-def behind_attention(
+def after_attention(
     x: torch.Tensor, mixed: torch.Tensor, layer: Layer, parts: Parts = PLAIN
 ) -> torch.Tensor:
     """Return the residual (m, C) after a layer, given its attention `mixed` (m, H*D)."""
@@ -182,7 +182,7 @@ def behind_attention(
     return parts.add(x, parts.linear(inner, layer.down))
 
 
-def any_number(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def mark_rows_dynamic(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the tensors, marked so that torch.compile keeps their number of rows dynamic."""
     for tensor in tensors:
         torch._dynamo.maybe_mark_dynamic(tensor, 0)

@@ -12,7 +12,7 @@ import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from rl_train.engine.layers import any_number
+from rl_train.engine.layers import mark_rows_dynamic
 
 CHUNK = 2**26  # logits held at a time, for a vocabulary of any size
 NEVER = -1e30  # logit of an index that is no token; -inf times its probability 0 would be NaN
@@ -61,7 +61,7 @@ def _read(logits, ids, temperature, vocabulary, derivative_dtype=None):
 def _compiled():
     """Return `_read`, compiled to a kernel in which one block reads a row of logits twice."""
     kernel = torch.compile(_read, options=dict(split_reductions=False))
-    return lambda logits, ids, *settings: kernel(*any_number(logits, ids), *settings)
+    return lambda logits, ids, *settings: kernel(*mark_rows_dynamic(logits, ids), *settings)
 
 
 class _TokenLogps(torch.autograd.Function):

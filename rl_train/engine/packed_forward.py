@@ -15,7 +15,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from rl_train.engine import varlen_attention
 from rl_train.engine.fused_weights import FusedModel, address
-from rl_train.engine.layers import Rotation, any_number
+from rl_train.engine.layers import Rotation, mark_rows_dynamic
 from rl_train.engine.packing import Layout
 from sa2va_hf.to_device import to_device
 
@@ -53,7 +53,7 @@ def hidden_states(
         position = position.expand(-1, fused.num_axes)  # a single axis stands for all
         angle = position.index_select(1, fused.axis) * fused.inv_freq  # (m, D/2), row by row
         rotation = [(f(angle) * fused.rope_scale).to(embeds.dtype) for f in (torch.cos, torch.sin)]
-        rotation = Rotation(*any_number(*[f[:, None] for f in rotation]))  # (m, 1, D/2)
+        rotation = Rotation(*mark_rows_dynamic(*[f[:, None] for f in rotation]))  # (m, 1, D/2)
         # (m, C) each: embeddings, and what is added behind the first layers (deepstack)
         width = fused.embedding.shape[1]
         residual, deepstack = embeds.flatten(0, 1)[runs.slots], ()
@@ -68,17 +68,17 @@ def hidden_states(
                 )
             else:
                 weights = layer.live if with_gradient else layer.copied
-                any_number(residual)
+                mark_rows_dynamic(residual)
                 q, k, v = functions.before_attention(residual, weights, rotation)
                 if cache is not None:
                     cache.append([k, v])
                 mixed = varlen_attention.Attention.apply(q, k, v, runs)
-                any_number(residual, mixed)
-                residual = functions.behind_attention(residual, mixed, weights)
+                mark_rows_dynamic(residual, mixed)
+                residual = functions.after_attention(residual, mixed, weights)
             if number < len(deepstack):
                 residual = residual + deepstack[number]
         if not fused.before_norm:
-            any_number(residual)
+            mark_rows_dynamic(residual)
             residual = functions.norm(residual, fused.final_norm)
         # Back to padded sequences: (m, C) -> (P, S, C).
         shape = *embeds.shape[:2], width
@@ -106,13 +106,13 @@ class _Checkpoint(torch.autograd.Function):
         functions = fused.functions
         residual = residual.detach()  # as in the backward: one graph for all layers
         with fused.gathered(number, then=number + 1) as layer:
-            any_number(residual)
+            mark_rows_dynamic(residual)
             q, k, v = functions.before_attention(residual, layer, rotation)
             attended = varlen_attention.attend(q, k, v, runs)
             del q, k, v  # freed before the MLP, the layer's peak of memory
             mixed = attended[0]
-            any_number(residual, mixed)
-            out = functions.behind_attention(residual, mixed, layer)
+            mark_rows_dynamic(residual, mixed)
+            out = functions.after_attention(residual, mixed, layer)
         ctx.save_for_backward(*lora, residual, *attended)
         ctx.fused, ctx.number, ctx.rotation, ctx.runs = fused, number, rotation, runs
         ctx.lora_address = address(lora)
@@ -130,11 +130,11 @@ class _Checkpoint(torch.autograd.Function):
         fused.follow()  # forwards of other roles may have run in between
         rotation, mixed = ctx.rotation, attended[0]
         with fused.gathered(ctx.number, then=ctx.number - 1) as layer:
-            any_number(d, residual, mixed)
+            mark_rows_dynamic(d, residual, mixed)
             # Backward through the MLP and the output projection, without their forward.
-            d, d_mixed, *by_rest = functions.behind_attention_vjp(d, residual, mixed, layer)
+            d, d_mixed, *by_rest = functions.after_attention_vjp(d, residual, mixed, layer)
             q, k, v = functions.before_attention(residual, layer, rotation)
             by_heads = varlen_attention.attend_vjp(d_mixed, q, k, v, ctx.runs, *attended)
-            any_number(d, *by_heads)
+            mark_rows_dynamic(d, *by_heads)
             d, *by_qkv = functions.before_attention_vjp(d, by_heads, residual, layer, rotation)
         return None, None, None, None, d, *by_qkv, *by_rest  # in the order of forward's inputs

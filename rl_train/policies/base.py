@@ -129,7 +129,7 @@ class Policy(Protocol):
         return self.score_answers(rollout.features, prompts, rollout.ids[rows], rollout.valid[rows])
 
     def shard_base(self):
-        """Keep this rank's part of the frozen layers from now on (--fsdp). A collective."""
+        """Keep this rank's shard of the frozen layers from now on (--fsdp). A collective."""
 
     def unshard_base(self, vision: bool = False):
         """Gather the LLM's layers for what follows without gradient: see `distributed.fsdp`.

@@ -162,7 +162,7 @@ class Sa2VAPolicy(Policy):
         )
 
     def shard_base(self):
-        """Keep this rank's part of the frozen layers from now on (--fsdp). A collective.
+        """Keep this rank's shard of the frozen layers from now on (--fsdp). A collective.
 
         Raises:
             ValueError: regions are drawn on images, which are then encoded anew for each prompt.

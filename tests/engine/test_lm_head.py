@@ -7,7 +7,7 @@ import torch
 
 from rl_train import grpo
 from rl_train.engine import lm_head as head_module
-from rl_train.engine.layers import any_number
+from rl_train.engine.layers import mark_rows_dynamic
 from rl_train.engine.lm_head import token_logps
 
 
@@ -92,7 +92,7 @@ def test_rows_that_align_the_head_are_no_tokens(head):
         torch.testing.assert_close(f, e)
 
 
-def test_compiled_for_any_number_of_tokens(head):
+def test_compiled_for_mark_rows_dynamic_of_tokens(head):
     """One graph for all chunks, of one kind each; it stands for the backend of a GPU."""
     torch._dynamo.reset()  # recompilations by earlier tests count towards its limit
     padded, graphs = torch.cat([head.weight, torch.zeros(14, 6)]), []
@@ -105,7 +105,7 @@ def test_compiled_for_any_number_of_tokens(head):
     for many, dtype in enumerate((None, torch.bfloat16)):
         for rows in (7, 5, 2):
             logits, how = head.hidden[:rows] @ padded.t(), (0.7, 50, dtype)
-            found = kernel(*any_number(logits, head.ids[:rows].clone()), *how)
+            found = kernel(*mark_rows_dynamic(logits, head.ids[:rows].clone()), *how)
             torch.testing.assert_close(found, head_module._read(logits, head.ids[:rows], *how))
             assert len(found) == 2 + many and all(len(part) == rows for part in found)
             assert not any(by_logits[:, 50:].any() for by_logits in found[2:])

@@ -90,9 +90,9 @@ def test_a_compiled_backward_computes_no_product_that_nobody_reads():
     assert products.pop("norm")
     assert products == dict(
         before_attention=[4],
-        behind_attention=[7],
+        after_attention=[7],
         before_attention_vjp=[10],
-        behind_attention_vjp=[27],
+        after_attention_vjp=[27],
     )
 
 

@@ -116,12 +116,12 @@ def first(
 
 def between(residual: torch.Tensor, mixed: torch.Tensor, layer: Layer, *following: Any):
     """Finish the layer of attention `mixed`, and return `first` of the layer that follows."""
-    return first(layers.behind_attention(residual, mixed, layer, PARTS), *following)
+    return first(layers.after_attention(residual, mixed, layer, PARTS), *following)
 
 
 def last(residual: torch.Tensor, mixed: torch.Tensor, layer: Layer, norm: Norm):
     """Return the last residual (N, C) and its norm, after attention `mixed` of the last layer."""
-    residual = layers.behind_attention(residual, mixed, layer, PARTS)
+    residual = layers.after_attention(residual, mixed, layer, PARTS)
     return residual, layers.norm(residual, norm)
 
 
