@@ -355,9 +355,15 @@ class DelayedCompletions:
     prompts: PrefilledPrompts | None = None
 
     def read(self) -> Completions:
-        """Return the completions, sampled now if no others came."""
+        """Return the completions, sampled now if no others came.
+
+        Raises:
+            RuntimeError: the engine was released before; its prompts' keys and values are gone.
+        """
         if self.completions is None:
             self.engine.answer_delayed()
+        if self.completions is None:
+            raise RuntimeError("the engine was released before these completions were read")
         return self.completions
 
 

@@ -439,7 +439,10 @@ def unsupported(language_model: nn.Module) -> str | None:
     unknown = [layer_type.__name__ for layer_type, family in families.items() if family is None]
     if unknown:
         return f"layers of {', '.join(unknown)} are not known"
-    (family,) = families.values()
+    family, *others = set(families.values())
+    if others:
+        names = ", ".join(layer_type.__name__ for layer_type in families)
+        return f"its layers are of several families: {names}"
     rope = config.rope_parameters["rope_type"]
     # Dynamic rotary embeddings are the default ones up to `Engine.max_positions`.
     supported = config.hidden_act == "silu" and rope in ("default", "dynamic")

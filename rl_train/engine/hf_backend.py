@@ -56,14 +56,16 @@ def hidden_states(
     layers = language_model.model.layers if checkpointing else []
     for layer in layers:
         layer.training = True
-    hidden = language_model.model(
-        inputs_embeds=embeds,
-        attention_mask=mask.to(embeds.device),
-        position_ids=_of_transformers(position_ids.to(embeds.device)),
-        use_cache=False,
-    ).last_hidden_state
-    for layer in layers:
-        layer.training = False
+    try:
+        hidden = language_model.model(
+            inputs_embeds=embeds,
+            attention_mask=mask.to(embeds.device),
+            position_ids=_of_transformers(position_ids.to(embeds.device)),
+            use_cache=False,
+        ).last_hidden_state
+    finally:
+        for layer in layers:
+            layer.training = False
     return hidden
 
 

@@ -151,6 +151,16 @@ def test_each_by_the_weights_of_its_time():
         assert_same(after, engine.generate(*prompts(model), **sampled(3)))
 
 
+def test_a_released_engine_has_no_delayed_completions():
+    engine = Engine(tiny_llm(), pad_id=1)
+    inputs = prompts(engine.language_model, (8, 6, 7), seed=5)
+    with fast(engine):
+        delayed = engine.generate(*inputs, **written(), delay=True)
+        engine.release()
+    with pytest.raises(RuntimeError, match="released before"):
+        delayed.read()
+
+
 def test_without_the_fast_path_nothing_waits():
     engine = Engine(tiny_llm(), pad_id=1)
     inputs = prompts(engine.language_model)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from huggingface_hub import save_torch_state_dict
 from peft import LoraConfig, get_peft_model
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from rl_train.engine import Engine
 from rl_train.engine.fused_weights import FusedModel, unsupported
@@ -148,6 +149,11 @@ def test_other_layers_and_other_loras_are_refused():
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=9))
     model.model, model.model.layers = model.transformer, model.transformer.h
     assert "layers of GPT2Block are not known" == unsupported(model)
+    model = tiny_llm()
+    model.model.layers[1] = LlamaDecoderLayer(LlamaConfig(hidden_size=64), 0)
+    assert unsupported(model) == (
+        "its layers are of several families: Qwen2DecoderLayer, LlamaDecoderLayer"
+    )
     model = tiny_llm(lora_r=0)
     config = LoraConfig(r=2, target_modules=LINEARS, use_dora=True)
     get_peft_model(model, config)

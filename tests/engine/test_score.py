@@ -123,6 +123,14 @@ def test_a_prompt_is_computed_once(engine, monkeypatch):
     assert seen == [(2, 7 + 4 * 5 + 5, 64)]  # the sixth tokens are not read; a multiple of 8
 
 
+def test_a_failed_forward_leaves_no_layer_in_training_mode(engine):
+    layers = engine.language_model.model.layers
+    embeds, mask = prompts(engine.language_model)
+    with pytest.raises(RuntimeError):
+        hidden_states(engine.language_model, embeds[..., :-1], mask, positions(mask), True)
+    assert not any(layer.training for layer in layers)
+
+
 @pytest.mark.parametrize("num_last", [1, 4])
 def test_reads_and_scores_without_gradient(engine, way, num_last):
     embeds, mask = prompts(engine.language_model)
