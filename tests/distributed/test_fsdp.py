@@ -281,13 +281,11 @@ def wait_for_live_bytes(at_most: float, seconds: float = 10) -> int:
 def count_live_bytes() -> int:
     """Return bytes of all storages that a tensor of this process reaches, FSDP2's own included."""
     gc.collect()
-    # A DTensor has no storage of its own; its shard is a tensor too. Nor have tensors inside
-    # `torch.func.vjp`, which an earlier test may have left to this process.
-    tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-    storages = [
-        t.untyped_storage() for t in tensors if not isinstance(t, DTensor) and not wrapped(t)
-    ]
+    # A DTensor has no storage of its own; its shard is a tensor too. Nor have tensors of traces
+    # that an earlier test may have left to this process.
+    tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)]
+    traced = torch._C._functorch.is_functorch_wrapped_tensor, torch._is_functional_tensor
+    storages = [t.untyped_storage() for t in tensors if not any(test(t) for test in traced)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
