@@ -12,7 +12,7 @@ from rl_train.data.companions import CompanionRegions
 from rl_train.data.distractors import DistractorMasks
 from rl_train.data.errors import BadData, DamagedSample
 from rl_train.data.mixture import MixtureSampler
-from rl_train.data.workers import to_shared_memory
+from rl_train.data.workers import BatchLoader, to_shared_memory
 from rl_train.rollout import Batch, Preprocessor
 from rl_train.run.signals import ignore_signals_in_worker
 
@@ -221,7 +221,7 @@ def batch_loader(
     turns: int = 1,
 ) -> DataLoader:
     """Return a loader of a batch for each index list of `sampler`."""
-    return DataLoader(
+    return BatchLoader(
         Batches(dataset, preprocessor, distractors, turns),
         # The sampler yields index lists, so the loader must not batch again.
         batch_size=None,

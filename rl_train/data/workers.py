@@ -1,10 +1,11 @@
-"""Send batches of a loader's workers through /dev/shm; explain the death of a worker.
+"""Start a loader's workers, send their batches through /dev/shm, explain the death of a worker.
 
 If /dev/shm is full, a thread of the worker fails, its batch is lost, and the trainer would wait for
 ever. So the worker itself puts its batch there (`to_shared_memory`), where the failure is an
 exception.
 """
 
+import gc
 import io
 import multiprocessing
 import pickle
@@ -15,11 +16,28 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch.utils.data import DataLoader
 
 from rl_train.rollout import Batch
 from rl_train.utils.io import UserFault
 
 P, T = ParamSpec("P"), TypeVar("T")
+
+
+class BatchLoader(DataLoader):
+    """A DataLoader whose workers leave the trainer's objects alone.
+
+    A worker is a fork: it has the trainer's garbage, CUDA events among it, and a worker that
+    collects one of these is aborted with "CUDA error: initialization error".
+    """
+
+    def __iter__(self):
+        """Start the workers, which inherit that no object of now is ever collected in them."""
+        gc.freeze()
+        try:
+            return super().__iter__()
+        finally:
+            gc.unfreeze()
 
 
 class _Sharer(pickle.Pickler):

@@ -1,5 +1,6 @@
 """A loader's worker that dies, or cannot send: one sentence that names the flag."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -71,6 +72,28 @@ def test_a_killed_worker(dataset, act, words):
     with pytest.raises(UserFault, match=message) as raised:
         reporting_dead_workers(1, list, eval_loader(Deadly(dataset, act), Pixels(), 1, 1))
     assert "\n" not in str(raised.value)
+
+
+class Event:
+    """As torch.cuda.Event: it belongs to the process that made it; elsewhere its end is fatal."""
+
+    def __init__(self):
+        self.process, self.itself = os.getpid(), self  # only the garbage collector frees it
+
+    def __del__(self):
+        if os.getpid() != self.process:
+            os._exit(3)
+
+
+def test_a_worker_does_not_collect_the_garbage_of_its_trainer(dataset):
+    gc.disable()
+    try:
+        Event()
+        loader = eval_loader(Deadly(dataset, gc.collect), Pixels(), 1, 1)
+        batches = reporting_dead_workers(1, list, loader)
+    finally:
+        gc.enable()
+    assert len(batches) == 8 and gc.get_freeze_count() == 0
 
 
 def test_a_worker_whose_death_was_not_signalled():
