@@ -12,13 +12,20 @@ IFS=, read -ra GPUS <<<"${CUDA_VISIBLE_DEVICES-0}"
 said() { echo "$SECONDS s: $*"; }
 
 each() { # name of a log, command with SEED in it: run for all seeds side by side, wait for all of them
-    local name=$1 seed pids=()
+    local name=$1 seed pids=() failed=()
     shift
     for seed in $SEEDS; do
         CUDA_VISIBLE_DEVICES=${GPUS[${#pids[@]} % ${#GPUS[@]}]} "${@//SEED/$seed}" >"$folder/$name-$seed.log" 2>&1 &
         pids+=($!)
     done
-    for pid in "${pids[@]}"; do wait "$pid"; done
+    for seed in $SEEDS; do
+        wait "${pids[0]}" || failed+=("$folder/$name-$seed.log")
+        pids=("${pids[@]:1}")
+    done
+    if ((${#failed[@]})); then
+        echo "bases.sh: failed, as these files say; when it is mended, run the same command again: ${failed[*]}" >&2
+        exit 1
+    fi
     said "loop $loop: $name is done"
 }
 
