@@ -1,6 +1,9 @@
 """tools/experiments/base: the codes of words, a base of few steps, and what is measured of it."""
 
 import json
+import os
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +11,7 @@ import torch
 from rl_train.export.load_policy import open_policy
 from rl_train.policies.sa2va import Sa2VAPolicy
 from sa2va_hf import Sa2VAModel
-from tests.runs import on_one_core
+from tests.runs import ROOT, on_one_core
 from tests.tools.experiments.test_pictures import argv_of, source  # noqa: F401
 from tools.demo.seen_masks import (
     ImageRegions,
@@ -20,7 +23,7 @@ from tools.demo.seen_masks import (
 )
 from tools.experiments.base import __main__ as base
 from tools.experiments.base.few_masks import NEW
-from tools.experiments.base.measure import by_group, confusions, probe
+from tools.experiments.base.measure import by_concept, by_group, confusions, probe
 from tools.experiments.pictures import __main__ as pictures
 from tools.experiments.pictures.dataset import CAPTIONED, read_truth
 
@@ -127,7 +130,71 @@ def test_one_command_trains_a_base_and_one_measures_it(lab, trained, tmp_path):
     assert set(record) == {"heldout", "artist"}
     figures = record["heldout"]["groups"]["all"]
     assert figures["regions"] == 8 and 0 <= figures["probe_all"] <= 1
-    assert "| openmoji |" in (tmp_path / "measures.md").read_text()
+    text = (tmp_path / "measures.md").read_text()
+    assert "| openmoji |" in text
+    concepts = record["heldout"]["concepts"]
+    assert sum(of["regions"] for of in concepts.values()) == 8
+    assert all(f"| {label} | {of['regions']} |" in text for label, of in concepts.items())
+
+
+def test_measures_of_several_bases_are_one_table(tmp_path):
+    def record(said):
+        truth = [dict(label=label, unnamed=False, artist="noto") for label in ("cat", "cat", "owl")]
+        groups, concepts = (of(said, truth, {}) for of in (by_group, by_concept))
+        return dict(
+            heldout=dict(groups=groups, concepts=concepts, confusions=confusions(said, truth))
+        )
+
+    files = [tmp_path / "0.json", tmp_path / "1.json"]
+    for file, said in zip(files, (["owl", "cat", "owl"], ["owl", "owl", "dog"])):
+        file.write_text(json.dumps({file.stem: record(said)}))
+    base.main(["table", *map(str, files), "--output", str(tmp_path / "table.md")])
+    lines = (tmp_path / "table.md").read_text().splitlines()
+    assert "| all | 3 | 0.333 (0.000 to 0.667) | 0.333 (0.000 to 0.667) |" in lines
+    assert "| cat | 2 | 0.250 (0.000 to 0.500) | 0.250 (0.000 to 0.500) |" in lines
+    assert lines.index("| cat | owl | 3 | 4 |") < lines.index("| owl | dog | 1 | 2 |")
+    with pytest.raises(SystemExit, match="base: the files are not of `measure`"):
+        files[0].write_text('{"a": 1}')
+        base.main(["table", *map(str, files), "--output", str(tmp_path / "table.md")])
+
+
+PRETENDED = """#!/bin/bash
+# In python's place: makes what a command makes; the base of seed 1 fails once.
+echo "$@" >>"$0.calls"
+[[ "$*" == *" train "*"--seed 1 "* && ! -e "$0.failed" ]] && touch "$0.failed" && exit 3
+while (($# > 1)); do
+    case $1 in
+    --output_dir) mkdir -p "$2/base" && touch "$2/table.md" ;;
+    --output) touch "$2" ;;
+    esac
+    shift
+done
+exit 0
+"""
+
+
+def test_bases_sh_does_again_what_failed_and_no_more(tmp_path):
+    python, output = tmp_path / "python", tmp_path / "bases"
+    python.write_text(PRETENDED)
+    python.chmod(0o755)
+    command = ["bash", "tools/experiments/base/bases.sh", "library", str(output), "0 1 2"]
+    environment = os.environ | dict(PYTHON=str(python), CUDA_VISIBLE_DEVICES="", LOOPS="1")
+
+    def run():
+        calls = Path(f"{python}.calls")
+        calls.write_text("")
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        return done, [" ".join(line.split()[2:3]) for line in calls.read_text().splitlines()]
+
+    first, calls = run()
+    assert first.returncode == 1 and calls.count("train") == 3 and "measure" not in calls
+    log = output / "loop1/train-1.log"
+    assert first.stderr.strip().endswith(f"run the same command again: {log}")
+    second, calls = run()
+    assert second.returncode == 0, second.stderr
+    assert calls.count("train") == 1 and calls.count("measure") == 3 and calls.count("table") == 1
+    third, calls = run()
+    assert third.returncode == 0 and calls == ["scenes", "table"]
 
 
 def test_a_base_for_loop_2_keeps_what_sees_and_learns_masks_of_captioned_regions(

@@ -12,7 +12,7 @@ from rl_train.evaluation.cycle_metrics import measure_captions
 from rl_train.policies.sa2va_queries import blank_features
 from tests.runs import CHECKPOINT, on_one_core
 from tools.experiments.gauntlet import __main__ as gauntlet
-from tools.experiments.gauntlet import loop2
+from tools.experiments.gauntlet import loop2, samples
 from tools.experiments.gauntlet.regions import Regions
 from tools.experiments.gauntlet.samples import PickBy
 from tools.experiments.scalar_baseline import GRIDS
@@ -74,6 +74,7 @@ def test_loop_1_is_measured_by_the_object_found_where_that_is_its_reward(data, t
     (values,) = found["values"]
     picks = [of["found"] for name, of in values.items() if name.startswith("best of G by ")]
     assert len(picks) > 4 and set(values["best"]["found"]) == {0, 1}
+    assert f"best of G by {samples.ANY_OBJECT}" in values
     assert all(max(of) <= best for best, *of in zip(values["best"]["found"], *picks))
 
 
@@ -90,7 +91,7 @@ def test_loop_2_is_measured_by_its_highest_logits_and_its_reward_is_the_one_aske
 
     monkeypatch.setattr(loop2, "sample_scores", keeping)
     # A direction that training regions would choose; the oracle's is not chosen.
-    monkeypatch.setattr(loop2, "choose_direction", lambda name, *_: PickBy(name, "smallest", 0.0))
+    monkeypatch.setattr(samples, "choose_direction", lambda name, *_: PickBy(name, "smallest", 0.0))
     asked = "--loops 2 --loop2_reward likelihood --loop2_measure pointed --latent_std 1"
     gauntlet.main(argv(data, tmp_path / "out", *asked.split()))
     table = json.loads((tmp_path / "out" / "table.json").read_text())["loop2"]
@@ -104,7 +105,7 @@ def test_loop_2_is_measured_by_its_highest_logits_and_its_reward_is_the_one_aske
     assert set(scores["pointed"].unique().tolist()) <= {0, 1} and 0 < scores["pointed"].mean()
     rows = {row["name"].removeprefix("best of G by "): row for row in table["rows"]}
     assert rows["area"]["chosen"] == ["smallest"]
-    assert rows[loop2.ANY_OBJECT]["chosen"] == ["largest"]
+    assert rows[samples.ANY_OBJECT]["chosen"] == ["largest"]
     (values,) = table["values"]  # a threshold moves no highest logit
     assert values["threshold of the mask"]["pointed"] == values["greedy"]["pointed"]
 

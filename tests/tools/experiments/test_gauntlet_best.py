@@ -58,6 +58,20 @@ def test_the_best_of_a_region_is_written(loop, data, tmp_path, capsys):
     assert sum(values) / kept == pytest.approx(highest, abs=1e-3)
 
 
+def test_a_rival_is_chosen_by_the_reward_of_its_loop(data, tmp_path, capsys):
+    weights = "--reward_weights loop1.iou=0 loop1.on_target=1".split()
+    best.main(argv(data, tmp_path / "found", 1, *weights))
+    *_, highest = figures_in(capsys.readouterr().out)
+    assert highest == 1  # found or not: of the regions kept each has an answer that finds it
+    wrong = {
+        "found": "found=1: the components of loop1 are",
+        "judge": "judge: the LLM judge is not",
+    }
+    for name, words in wrong.items():
+        with pytest.raises(SystemExit, match=f"best: --reward_weights loop1.{words}"):
+            best.main(argv(data, tmp_path / name, 1, "--reward_weights", f"loop1.{name}=1"))
+
+
 def test_a_region_whose_answers_are_worth_the_same_is_left_out():
     rewards = torch.tensor([[0.2, 0.5, 0.5], [0.3, 0.3, 0.3], [0.0, 0.0, 0.1]])
     assert best.best_rows(rewards) == [1, None, 8]

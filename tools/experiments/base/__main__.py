@@ -3,11 +3,13 @@
     python -m tools.experiments.base train --data_dir lab --output_dir bases/0 --seed 0
     python -m tools.experiments.base measure --data_dir lab --model_path bases/*/base \\
         --output bases/measures.json
+    python -m tools.experiments.base table bases/measures-*.json --output bases/measures.md
 
 train: captions of 10 % of the regions and masks of all that may be named, by `rl_train.sft`,
 stopped early; nothing is injected. few_masks: the mirror of it, for loop 2: its LLM learns captions
 of all and masks of part `captioned` alone. measure: accuracy by split, artist and concept, what is
-taken for what, and a probe of what the features hold beyond what is said.
+taken for what, and a probe of what the features hold beyond what is said. table: what several
+measure commands wrote, of the same regions, as one table.
 """
 
 import argparse
@@ -23,7 +25,7 @@ from rl_train.distributed import process_group
 from rl_train.export.load_policy import find_base, open_policy
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.utils.command_line import FlagParser, run_program
-from rl_train.utils.io import CannotWrite, check_writable
+from rl_train.utils.io import CannotWrite, check_writable, read_json
 from tools.demo.warm_start import MAX_ANSWER_TOKENS, PARTS
 from tools.experiments.base.few_masks import BEFORE, train_few_masks
 from tools.experiments.base.measure import markdown, measure_base
@@ -54,6 +56,9 @@ def build_parser() -> FlagParser:
     measure.set_defaults(max_completion_length=MAX_ANSWER_TOKENS)
     measure.set_defaults(max_prompt_length=DataConfig.max_prompt_length)
     measure.add_argument("--batch_size", type=COUNT, default=32)
+    table = commands.add_parser("table", help="join what measure wrote of several bases")
+    table.add_argument("measures", nargs="+", type=Path, help="JSON files")
+    table.add_argument("--output", required=True, type=Path, help="Markdown file")
     for command in (train, few, measure):
         command.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
         command.add_argument("--num_workers", type=COUNT_OR_0, default=2, help="that read data")
@@ -106,7 +111,19 @@ def run_measure(args: argparse.Namespace):
     args.output.with_suffix(".md").write_text(text)
 
 
-RUN = dict(train=run_train, few_masks=run_few_masks, measure=run_measure)
+def run_table(args: argparse.Namespace):
+    check_writable("--output", args.output, is_file=True)
+    records = []
+    for file in args.measures:
+        records += read_json(file).values()
+    try:
+        text = markdown(records)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError("the files are not of `measure`, of the same regions") from error
+    args.output.write_text(text)
+
+
+RUN = dict(train=run_train, few_masks=run_few_masks, measure=run_measure, table=run_table)
 
 
 def main(argv: Sequence[str] | None = None):

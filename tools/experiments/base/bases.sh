@@ -11,21 +11,24 @@ IFS=, read -ra GPUS <<<"${CUDA_VISIBLE_DEVICES-0}"
 ((${#GPUS[@]})) || GPUS=("") # no GPU
 said() { echo "$SECONDS s: $*"; }
 
-each() { # name of a log, command with SEED in it: run for all seeds side by side, wait for all of them
-    local name=$1 seed pids=() failed=()
-    shift
+fail() { # logs that say why
+    echo "bases.sh: failed, as these files say; when it is mended, run the same command again: $*" >&2
+    exit 1
+}
+
+each() { # name of a log, file that the command makes, command, with SEED in both: run side by side for seeds without the file
+    local name=$1 made=$2 seed pids=() logs=() failed=()
+    shift 2
     for seed in $SEEDS; do
-        CUDA_VISIBLE_DEVICES=${GPUS[${#pids[@]} % ${#GPUS[@]}]} "${@//SEED/$seed}" >"$folder/$name-$seed.log" 2>&1 &
+        [ ! -e "${made//SEED/$seed}" ] || continue
+        logs+=("$folder/$name-$seed.log")
+        CUDA_VISIBLE_DEVICES=${GPUS[${#pids[@]} % ${#GPUS[@]}]} "${@//SEED/$seed}" >"${logs[-1]}" 2>&1 &
         pids+=($!)
     done
-    for seed in $SEEDS; do
-        wait "${pids[0]}" || failed+=("$folder/$name-$seed.log")
-        pids=("${pids[@]:1}")
+    for i in "${!pids[@]}"; do
+        wait "${pids[i]}" || failed+=("${logs[i]}")
     done
-    if ((${#failed[@]})); then
-        echo "bases.sh: failed, as these files say; when it is mended, run the same command again: ${failed[*]}" >&2
-        exit 1
-    fi
+    if ((${#failed[@]})); then fail "${failed[@]}"; fi
     said "loop $loop: $name is done"
 }
 
@@ -41,17 +44,22 @@ for loop in ${LOOPS:-1 2}; do
     fi
     # shellcheck disable=SC2086  # SCENES are flags
     "$PYTHON" -m tools.experiments.pictures scenes --library "$LIBRARY" --output_dir "$lab" --image_size 336 \
-        --num_workers "${DRAWERS:-16}" "${of_scenes[@]}" $SCENES >>"$folder/scenes.log" 2>&1
+        --num_workers "${DRAWERS:-16}" "${of_scenes[@]}" $SCENES >>"$folder/scenes.log" 2>&1 || fail "$folder/scenes.log"
     said "loop $loop: scenes are drawn"
-    each "$command" "$PYTHON" -m tools.experiments.base "$command" --data_dir "$lab" --output_dir "$folder/SEED" \
+    each "$command" "$folder/SEED/base" "$PYTHON" -m tools.experiments.base "$command" --data_dir "$lab" --output_dir "$folder/SEED" \
         --seed SEED --num_workers "$WORKERS" --dtype "$DTYPE" "$@"
-    each measure "$PYTHON" -m tools.experiments.base measure --data_dir "$lab" --model_path "$folder/SEED/base" \
+    each measure "$folder/measures-SEED.json" "$PYTHON" -m tools.experiments.base measure --data_dir "$lab" --model_path "$folder/SEED/base" \
         --output "$folder/measures-SEED.json" --num_samples "$SAMPLES" --num_workers 4 --dtype float32
-    bases=()
-    for seed in $SEEDS; do bases+=("$folder/$seed/base"); done
+    bases=() measures=()
+    for seed in $SEEDS; do
+        bases+=("$folder/$seed/base")
+        measures+=("$folder/measures-$seed.json")
+    done
+    "$PYTHON" -m tools.experiments.base table "${measures[@]}" --output "$folder/measures.md"
+    if [ -e "$folder/gauntlet/table.md" ]; then continue; fi
     "$PYTHON" -m tools.experiments.gauntlet --model_path "${bases[@]}" --data_dir "$lab/train" --subsets segmented \
         --eval_data_dir "$lab/heldout" --max_completion_length 24 --num_workers 4 --batch_size 32 --num_samples "$SAMPLES" \
         --eval_samples "$SAMPLES" --dtype float32 --output_dir "$folder/gauntlet" --loops "$loop" "${of_gauntlet[@]}" \
-        >"$folder/gauntlet.log" 2>&1
+        >"$folder/gauntlet.log" 2>&1 || fail "$folder/gauntlet.log"
     said "loop $loop: gauntlet is done"
 done

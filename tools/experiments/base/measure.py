@@ -25,7 +25,7 @@ from tools.experiments.gauntlet.regions import Regions
 from tools.experiments.pictures.dataset import TRUTH, read_truth
 
 EVALUATION = ("heldout", "artist", "photographs")
-NUM_CONFUSIONS = 20
+NUM_CONFUSIONS = 20  # in a table
 PROBE_STEPS, PROBE_DECAY = 300, 1e-3
 GROUPS = ("named", "unnamed", "fluent", "noto", "openmoji", "photograph")
 
@@ -120,7 +120,7 @@ def confusions(said: list[str], truth: list[dict]) -> list[dict]:
     total = Counter(region["label"] for region in truth)
     return [
         dict(label=label, said=each, times=times, regions=total[label])
-        for (label, each), times in counts.most_common(NUM_CONFUSIONS)
+        for (label, each), times in counts.most_common()
     ]
 
 
@@ -218,26 +218,46 @@ def measure_base(policy: Sa2VAPolicy, args) -> dict:
 
 
 def markdown(records: list[dict]) -> str:
-    """Return the table of several bases: means, and the lowest and highest."""
+    """Return the tables of several bases: means, and the lowest and highest."""
     lines = []
     for split in records[0]:
-        columns = list(records[0][split]["groups"]["all"])
+        of_split = [record[split] for record in records]
         lines += [f"## {split}, {len(records)} bases", ""]
-        lines += [f"| regions of | {' | '.join(columns)} |"]
-        lines.append("|---" * (1 + len(columns)) + "|")
-        for group in records[0][split]["groups"]:
-            values = [[r[split]["groups"][group][name] for name in columns] for r in records]
-            means, low, high = (f(values, axis=0) for f in (np.mean, np.min, np.max))
-            cells = [
-                f"{m:.0f}" if name == "regions" else f"{m:.3f} ({a:.3f} to {b:.3f})"
-                for name, m, a, b in zip(columns, means, low, high)
-            ]
-            lines.append(f"| {group} | {' | '.join(cells)} |")
-        lines += ["", "Most frequent mistakes of the first base:", ""]
-        lines += ["| label | said | times | of regions |", "|---|---|---|---|"]
-        lines += [
-            f"| {row['label']} | {row['said']} | {row['times']} | {row['regions']} |"
-            for row in records[0][split]["confusions"]
-        ]
+        lines += table_of("regions of", [each["groups"] for each in of_split])
+        lines += ["", "Mistakes of all bases together, the most frequent:", ""]
+        lines += table_of_confusions([each["confusions"] for each in of_split])
+        lines += ["", "By concept:", ""]
+        lines += table_of("concept", [each["concepts"] for each in of_split])
         lines.append("")
     return "\n".join(lines)
+
+
+def table_of(title: str, figures_of: list[dict[str, dict]]) -> list[str]:
+    """Return the lines of a table with a row for each group of regions.
+
+    Args: figures_of: of each base {group: its `figures`}.
+    """
+    columns = list(next(iter(figures_of[0].values())))
+    lines = [f"| {title} | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+    for group in figures_of[0]:
+        values = [[figures[group][name] for name in columns] for figures in figures_of]
+        means, low, high = (f(values, axis=0) for f in (np.mean, np.min, np.max))
+        cells = [
+            f"{m:.0f}" if name == "regions" else f"{m:.3f} ({a:.3f} to {b:.3f})"
+            for name, m, a, b in zip(columns, means, low, high)
+        ]
+        lines.append(f"| {group} | {' | '.join(cells)} |")
+    return lines
+
+
+def table_of_confusions(confusions_of: list[list[dict]]) -> list[str]:
+    """Return the lines of a table of the mistakes of several bases, of the same regions."""
+    times, regions = Counter(), {}
+    for row in (row for rows in confusions_of for row in rows):
+        times[row["label"], row["said"]] += row["times"]
+        regions[row["label"]] = row["regions"] * len(confusions_of)
+    lines = ["| label | said | times | of regions |", "|---|---|---|---|"]
+    return lines + [
+        f"| {label} | {said} | {count} | {regions[label]} |"
+        for (label, said), count in times.most_common(NUM_CONFUSIONS)
+    ]

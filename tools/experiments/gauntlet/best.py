@@ -1,7 +1,7 @@
 """Write each training region's best of G answers of a base as data for `rl_train.sft`.
 
     python -m tools.experiments.gauntlet.best --model_path M --data_dir lab/train \
-        --subsets regions --loop 1 --output_dir best1
+        --subsets regions --loop 1 --reward_weights loop1.iou=0 loop1.on_target=1 --output_dir best1
     python -m rl_train.sft --model_path M --data_dir best1 --tasks region_captions ..
 
 This is the rival that a loop is to beat: fine-tuning on the best of the same samples, by the loop's
@@ -16,7 +16,7 @@ Letters: B regions of a batch, G samples of each.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,11 @@ from rl_train.distributed.process_group import RankInfo, print0, raise_on_any_ra
 from rl_train.export.load_policy import open_policy
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.rewards.combine import combine
+from rl_train.rewards.iou import ON_TARGET
 from rl_train.rewards.meteor import require_wordnet
+from rl_train.rewards.weights import ComponentWeight, weight_text
 from rl_train.rollout import Batch, Rollout
+from rl_train.run.build import weigh_components
 from rl_train.run.start import CALIBRATION_SAMPLES
 from rl_train.tasks.base import TaskContext
 from rl_train.tasks.caption_mask_caption import CaptionMaskCaption
@@ -60,6 +63,8 @@ def build_parser() -> FlagParser:
     subsets = "folders of --data_dir to read (gar, dam), or its split; default: all"
     add("--subsets", nargs="+", default=[], metavar="SUBSET", help=subsets)
     add("--loop", type=int, choices=[1, 2], required=True, help="whose reward ranks the samples")
+    weights = "of its reward, as of rl_train.train, such as loop1.iou=0 loop1.on_target=1"
+    add("--reward_weights", nargs="+", type=weight_text, default=[], help=weights)
     add("--output_dir", required=True, type=Path, help="receives a data set in GAR's layout")
     add("--num_samples", type=COUNT, default=2400, help="regions to ask about, over images")
     add("--num_generations", type=AT_LEAST_2, default=8, help="G, samples of each region")
@@ -69,13 +74,23 @@ def build_parser() -> FlagParser:
     return parser
 
 
-def loop_of(policy: Sa2VAPolicy, number: int, max_new_tokens: int) -> Loop:
-    """Return the loop as a run without further flags has it, the base in the teacher's place."""
+def loop_of(
+    policy: Sa2VAPolicy, number: int, max_new_tokens: int, reward_weights: Sequence[str]
+) -> Loop:
+    """Return the loop as a run with these weights has it, the base in the teacher's place.
+
+    Raises ValueError if a weight is of no component, or of the LLM judge.
+    """
     context = TaskContext(policy, OneModel(), max_new_tokens)
     if number == 1:
-        return MaskCaptionMask(MaskCaptionMask.Options(), context)
-    require_wordnet()
-    return CaptionMaskCaption(CaptionMaskCaption.Options(mask_loss_coef=0.0), context)
+        loop = MaskCaptionMask(MaskCaptionMask.Options(), context)
+    else:
+        require_wordnet()
+        loop = CaptionMaskCaption(CaptionMaskCaption.Options(mask_loss_coef=0.0), context)
+    weigh_components([loop], list(map(ComponentWeight.parse, reward_weights)))
+    if loop.reward_weights.get("judge"):
+        raise ValueError(f"--reward_weights {loop.name}.judge: the LLM judge is not asked here")
+    return loop
 
 
 @torch.no_grad()
@@ -120,7 +135,10 @@ class BestAnswers:
     def loader(self, dataset: Subset):
         policy, args = self.loop.context.policy, self.args
         inputs = policy.preprocessor(args.max_completion_length, args.max_prompt_length)
-        return eval_loader(dataset, inputs, args.batch_size, args.num_workers)
+        is_of_objects = bool(self.loop.reward_weights.get(ON_TARGET))
+        return eval_loader(
+            dataset, inputs, args.batch_size, args.num_workers, distractors=is_of_objects
+        )
 
     def calibrate(self):
         """Fit the noise of sampled masks to the base's own, of as many phrases as a run takes."""
@@ -172,7 +190,7 @@ def run(args: argparse.Namespace, ranks: RankInfo):
         dtype=args.dtype,
         temperature=args.temperature,
     )
-    answers = BestAnswers(loop_of(policy, args.loop, tokens), chosen, args)
+    answers = BestAnswers(loop_of(policy, args.loop, tokens, args.reward_weights), chosen, args)
     answers.calibrate()
     with complete_or_absent(args.output_dir) as unfinished:
         for earlier in (unfinished / PART).glob("*"):  # of an interrupted command

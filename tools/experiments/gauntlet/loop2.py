@@ -30,8 +30,9 @@ from tools.experiments.gauntlet.masks import (
 )
 from tools.experiments.gauntlet.regions import Regions
 from tools.experiments.gauntlet.samples import (
+    ANY_OBJECT,
     PickBy,
-    choose_direction,
+    choose_picks,
     join_batches,
     measures_of_picked,
     put_first,
@@ -50,8 +51,6 @@ MEASURES = {
 }
 # Rewards of the task, the default first.
 REWARDS = {"meteor": "METEOR", "likelihood": "likelihood with the image"}
-# An oracle that knows where all objects are, not which one is meant: the largest is picked.
-ANY_OBJECT = "IoU with any object"
 # Scores that are rewards of the task, or its ceiling: not cheap.
 TRUE_SCORES = REWARDS | {"iou": "IoU with the region: the ceiling"}
 
@@ -174,13 +173,11 @@ def choose(
     best = choose_variants(measure_variants(training, named), names, measure)
     scores = sample_scores(training, task, num_generations)
     cheap = [name for name in scores if name not in (*TRUE_SCORES, *MEASURES)]
-    picks = {name: choose_direction(name, scores[name], scores[measure]) for name in cheap}
-    picks[ANY_OBJECT] = PickBy(ANY_OBJECT, "largest", mean=0.0)
     return Chosen(
         reward,
         measure,
         {cause: (name.partition(": ")[2], named[name]) for cause, name in best.items()},
-        list(picks.values()),
+        choose_picks(scores, cheap, measure),
         task,
     )
 

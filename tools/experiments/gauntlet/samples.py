@@ -13,6 +13,8 @@ from tools.experiments.gauntlet.table import LoopResult, Measures, Rival
 
 Scores = dict[str, torch.Tensor]  # {score: (n, G)} of sampled answers
 DIRECTIONS = ("largest", "smallest", "nearest to the mean")
+# An oracle that knows where all objects are, not which one is meant: the largest is picked.
+ANY_OBJECT = "IoU with any object"
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,13 @@ def choose_direction(name: str, scores: torch.Tensor, rewards: torch.Tensor) -> 
         return sum(pick_best(rewards, preference(scores, direction, mean)))
 
     return PickBy(name, max(DIRECTIONS, key=reward), mean)
+
+
+def choose_picks(scores: Scores, names: Collection[str], reward: str) -> list[PickBy]:
+    """Return how samples are picked by each of these cheap scores of training regions."""
+    picks = {name: choose_direction(name, scores[name], scores[reward]) for name in names}
+    picks[ANY_OBJECT] = PickBy(ANY_OBJECT, "largest", mean=0.0)
+    return list(picks.values())
 
 
 def put_first(measure: str, measures: Collection[str]) -> list[str]:
