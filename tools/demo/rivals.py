@@ -47,7 +47,7 @@ CAPTION_SCORES = ("area", "confidence", "own likelihood", "majority")
 MASK_SCORES = ("area", "confidence")
 VARIANTS = ("threshold of the mask", "one area for all", masks.PEAK)  # of `masks.variants_of`
 TITLES = {"cycle_iou": "cycle IoU", "seg_iou": "IoU of a true caption's mask"}
-LEARNT = """What this shows: more than these causes give. Not among them are cheap rewards,
+LEARNT = """What this shows, of {}: more than these causes give. Not among them are cheap rewards,
 trained on, and more supervised steps on the base's data (docs/results.md, docs/points.md)."""
 WORKS = "What this shows: the loop working, not learning, as a cheap cause gains as much."
 SHOWS_NOTHING = "What this shows: nothing yet, no metric is shown to rise."
@@ -229,7 +229,7 @@ def table(own: dict[str, Gain], rivals: dict[str, list[Gain]]) -> list[str]:
 
 def verdict(own: dict[str, Gain], rivals: dict[str, list[Gain]]) -> list[str]:
     """Return sentences: of each metric whether it rises above all cheap causes; what that shows."""
-    lines, shows = [], SHOWS_NOTHING
+    lines, learnt, shows = [], [], SHOWS_NOTHING
     for metric, gains in rivals.items():
         equal = [each for each in gains if not own[metric].exceeds(each)]
         if not own[metric].is_gain():
@@ -237,11 +237,12 @@ def verdict(own: dict[str, Gain], rivals: dict[str, list[Gain]]) -> list[str]:
         elif equal:
             strongest = max(equal, key=Gain.change)
             lines.append(f"{TITLES[metric]} rises, not shown to exceed: {strongest.name}.")
-            if shows == SHOWS_NOTHING:
-                shows = WORKS
+            shows = WORKS
         else:
             lines.append(f"{TITLES[metric]} rises by more than these untrained causes.")
-            shows = LEARNT
+            learnt.append(TITLES[metric])
+    if learnt:
+        shows = LEARNT.format(" and ".join(learnt))
     return [*lines, shows]
 
 

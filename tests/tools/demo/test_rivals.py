@@ -35,14 +35,17 @@ def test_a_gain_below_a_cheap_cause_is_no_learning():
 def test_a_gain_above_all_cheap_causes_is_more_than_they_give():
     own = {"cycle_iou": of("this run", 0.3)}
     causes = {"cycle_iou": [of("table", 0.2), of("best of 8", 0.1)]}
-    lines = ["cycle IoU rises by more than these untrained causes.", rivals.LEARNT]
+    shows = rivals.LEARNT.format("cycle IoU")
+    lines = ["cycle IoU rises by more than these untrained causes.", shows]
     assert verdict(own, causes) == lines
     # A second metric that does not exceed its causes takes nothing of that back.
     own["seg_iou"] = of("this run", 0.1)
     other = "IoU of a true caption's mask rises, not shown to exceed: area."
     for order in (1, -1):
         both = dict([*causes.items(), ("seg_iou", [of("area", 0.1)])][::order])
-        assert verdict(own, both) == [*[lines[0], other][::order], rivals.LEARNT]
+        assert verdict(own, both) == [*[lines[0], other][::order], shows]
+    own["seg_iou"] = of("this run", 0.3)
+    assert " of IoU of a true caption's mask and cycle IoU: " in verdict(own, both)[-1]
 
 
 def test_a_run_that_gains_nothing_shows_nothing():
@@ -78,7 +81,7 @@ def test_a_finished_run_of_the_loops_is_compared(data, tmp_path, monkeypatch, ca
         assert cause in printed
     for score in (*rivals.CAPTION_SCORES, *rivals.MASK_SCORES):
         assert f"best of 2 by {score} (" in printed
-    assert "chosen on 4 training regions" in printed and "What this shows: " in printed
+    assert "chosen on 4 training regions" in printed and "What this shows" in printed
     record = json.loads((run / "evaluation" / "step_0.json").read_text())
     lines = [line.split() for line in printed.splitlines() if "this run" in line]
     means = [sum(record["values"][name]) / 3 for name in rivals.TITLES]

@@ -69,7 +69,7 @@ def test_a_rival_is_chosen_by_the_reward_of_its_loop(data, tmp_path, capsys):
     }
     for name, words in wrong.items():
         with pytest.raises(SystemExit, match=f"best: --reward_weights loop1.{words}"):
-            best.main(argv(data, tmp_path / name, 1, "--reward_weights", f"loop1.{name}=1"))
+            best.main(argv(data, tmp_path / f"no_{name}", 1, "--reward_weights", f"loop1.{name}=1"))
 
 
 def test_a_region_whose_answers_are_worth_the_same_is_left_out():
