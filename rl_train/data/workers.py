@@ -25,14 +25,16 @@ P, T = ParamSpec("P"), TypeVar("T")
 
 
 class BatchLoader(DataLoader):
-    """A DataLoader whose workers leave the trainer's objects alone.
+    """A DataLoader whose workers never collect the trainer's garbage.
 
     A worker is a fork: it has the trainer's garbage, CUDA events among it, and a worker that
     collects one of these is aborted with "CUDA error: initialization error".
     """
 
     def __iter__(self):
-        """Start the workers, which inherit that no object of now is ever collected in them."""
+        """Start the workers while all objects are frozen: so they stay in the workers."""
+        if not self.num_workers:
+            return super().__iter__()
         gc.freeze()
         try:
             return super().__iter__()

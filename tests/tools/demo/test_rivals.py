@@ -45,7 +45,7 @@ def test_a_gain_above_all_cheap_causes_is_more_than_they_give():
         both = dict([*causes.items(), ("seg_iou", [of("area", 0.1)])][::order])
         assert verdict(own, both) == [*[lines[0], other][::order], shows]
     own["seg_iou"] = of("this run", 0.3)
-    assert " of IoU of a true caption's mask and cycle IoU: " in verdict(own, both)[-1]
+    assert ": IoU of a true caption's mask and cycle IoU gains more" in verdict(own, both)[-1]
 
 
 def test_a_run_that_gains_nothing_shows_nothing():

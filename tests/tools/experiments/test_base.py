@@ -153,12 +153,12 @@ def test_measures_of_several_bases_are_one_table(tmp_path):
     assert "| all | 3 | 0.333 (0.000 to 0.667) | 0.333 (0.000 to 0.667) |" in lines
     assert "| cat | 2 | 0.250 (0.000 to 0.500) | 0.250 (0.000 to 0.500) |" in lines
     assert lines.index("| cat | owl | 3 | 4 |") < lines.index("| owl | dog | 1 | 2 |")
-    with pytest.raises(SystemExit, match="base: the files are not of `measure`"):
-        files[0].write_text('{"a": 1}')
+    files[0].write_text(files[0].read_text().replace('"regions": 2', '"regions": 3'))
+    with pytest.raises(SystemExit, match="base: the bases were not measured on the same regions"):
         base.main(["table", *map(str, files), "--output", str(tmp_path / "table.md")])
 
 
-PRETENDED = """#!/bin/bash
+FAKE_PYTHON = """#!/bin/bash
 # In python's place: makes what a command makes; the base of seed 1 fails once.
 echo "$@" >>"$0.calls"
 [[ "$*" == *" train "*"--seed 1 "* && ! -e "$0.failed" ]] && touch "$0.failed" && exit 3
@@ -175,12 +175,13 @@ exit 0
 
 def test_bases_sh_does_again_what_failed_and_no_more(tmp_path):
     python, output = tmp_path / "python", tmp_path / "bases"
-    python.write_text(PRETENDED)
+    python.write_text(FAKE_PYTHON)
     python.chmod(0o755)
     command = ["bash", "tools/experiments/base/bases.sh", "library", str(output), "0 1 2"]
     environment = os.environ | dict(PYTHON=str(python), CUDA_VISIBLE_DEVICES="", LOOPS="1")
 
-    def run():
+    def run() -> tuple[subprocess.CompletedProcess, list[str]]:
+        """Return the finished command and the subcommands that it called."""
         calls = Path(f"{python}.calls")
         calls.write_text("")
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -195,6 +196,10 @@ def test_bases_sh_does_again_what_failed_and_no_more(tmp_path):
     assert calls.count("train") == 1 and calls.count("measure") == 3 and calls.count("table") == 1
     third, calls = run()
     assert third.returncode == 0 and calls == ["scenes", "table"]
+    command[-1] = "0 1"
+    other, calls = run()
+    assert other.returncode == 1 and not calls
+    assert "was begun with SEEDS=0 1 2 " in other.stderr and "name another folder" in other.stderr
 
 
 def test_a_base_for_loop_2_keeps_what_sees_and_learns_masks_of_captioned_regions(

@@ -116,11 +116,8 @@ def run_table(args: argparse.Namespace):
     records = []
     for file in args.measures:
         records += read_json(file).values()
-    try:
-        text = markdown(records)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError("the files are not of `measure`, of the same regions") from error
-    args.output.write_text(text)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(markdown(records))
 
 
 RUN = dict(train=run_train, few_masks=run_few_masks, measure=run_measure, table=run_table)

@@ -16,13 +16,13 @@ fail() { # logs that say why
     exit 1
 }
 
-each() { # name of a log, file that the command makes, command, with SEED in both: run side by side for seeds without the file
-    local name=$1 made=$2 seed pids=() logs=() failed=()
+for_seeds() { # NAME FILE COMMAND, SEED in the last two stands for a seed: run side by side for the seeds that have no FILE yet
+    local name=$1 made=$2 seed i pids=() logs=() failed=()
     shift 2
     for seed in $SEEDS; do
         [ ! -e "${made//SEED/$seed}" ] || continue
         logs+=("$folder/$name-$seed.log")
-        CUDA_VISIBLE_DEVICES=${GPUS[${#pids[@]} % ${#GPUS[@]}]} "${@//SEED/$seed}" >"${logs[-1]}" 2>&1 &
+        CUDA_VISIBLE_DEVICES=${GPUS[${#pids[@]} % ${#GPUS[@]}]} "${@//SEED/$seed}" >>"${logs[-1]}" 2>&1 &
         pids+=($!)
     done
     for i in "${!pids[@]}"; do
@@ -31,6 +31,14 @@ each() { # name of a log, file that the command makes, command, with SEED in bot
     if ((${#failed[@]})); then fail "${failed[@]}"; fi
     said "loop $loop: $name is done"
 }
+
+settings="SEEDS=$SEEDS SCENES=$SCENES SAMPLES=$SAMPLES DTYPE=$DTYPE FLAGS=$*"
+mkdir -p "$OUTPUT"
+if [ -e "$OUTPUT/settings.txt" ] && [ "$settings" != "$(<"$OUTPUT/settings.txt")" ]; then
+    echo "bases.sh: $OUTPUT was begun with $(<"$OUTPUT/settings.txt"), not $settings: name another folder" >&2
+    exit 1
+fi
+echo "$settings" >"$OUTPUT/settings.txt"
 
 for loop in ${LOOPS:-1 2}; do
     folder=$OUTPUT/loop$loop
@@ -46,16 +54,17 @@ for loop in ${LOOPS:-1 2}; do
     "$PYTHON" -m tools.experiments.pictures scenes --library "$LIBRARY" --output_dir "$lab" --image_size 336 \
         --num_workers "${DRAWERS:-16}" "${of_scenes[@]}" $SCENES >>"$folder/scenes.log" 2>&1 || fail "$folder/scenes.log"
     said "loop $loop: scenes are drawn"
-    each "$command" "$folder/SEED/base" "$PYTHON" -m tools.experiments.base "$command" --data_dir "$lab" --output_dir "$folder/SEED" \
+    for_seeds "$command" "$folder/SEED/base" "$PYTHON" -m tools.experiments.base "$command" --data_dir "$lab" --output_dir "$folder/SEED" \
         --seed SEED --num_workers "$WORKERS" --dtype "$DTYPE" "$@"
-    each measure "$folder/measures-SEED.json" "$PYTHON" -m tools.experiments.base measure --data_dir "$lab" --model_path "$folder/SEED/base" \
+    for_seeds measure "$folder/measures-SEED.json" "$PYTHON" -m tools.experiments.base measure --data_dir "$lab" --model_path "$folder/SEED/base" \
         --output "$folder/measures-SEED.json" --num_samples "$SAMPLES" --num_workers 4 --dtype float32
     bases=() measures=()
     for seed in $SEEDS; do
         bases+=("$folder/$seed/base")
         measures+=("$folder/measures-$seed.json")
     done
-    "$PYTHON" -m tools.experiments.base table "${measures[@]}" --output "$folder/measures.md"
+    "$PYTHON" -m tools.experiments.base table "${measures[@]}" --output "$folder/measures.md" \
+        >"$folder/table.log" 2>&1 || fail "$folder/table.log"
     if [ -e "$folder/gauntlet/table.md" ]; then continue; fi
     "$PYTHON" -m tools.experiments.gauntlet --model_path "${bases[@]}" --data_dir "$lab/train" --subsets segmented \
         --eval_data_dir "$lab/heldout" --max_completion_length 24 --num_workers 4 --batch_size 32 --num_samples "$SAMPLES" \

@@ -218,29 +218,44 @@ def measure_base(policy: Sa2VAPolicy, args) -> dict:
 
 
 def markdown(records: list[dict]) -> str:
-    """Return the tables of several bases: means, and the lowest and highest."""
+    """Return the tables of several bases: means, and the lowest and highest.
+
+    Raises ValueError if they were not measured on as many regions of each group and concept.
+    """
+    if not records or any(regions_in(record) != regions_in(records[0]) for record in records):
+        raise ValueError("the bases were not measured on the same regions")
     lines = []
     for split in records[0]:
         of_split = [record[split] for record in records]
         lines += [f"## {split}, {len(records)} bases", ""]
-        lines += table_of("regions of", [each["groups"] for each in of_split])
+        lines += figures_table("regions of", [each["groups"] for each in of_split])
         lines += ["", "Mistakes of all bases together, the most frequent:", ""]
-        lines += table_of_confusions([each["confusions"] for each in of_split])
+        lines += confusion_table([each["confusions"] for each in of_split])
         lines += ["", "By concept:", ""]
-        lines += table_of("concept", [each["concepts"] for each in of_split])
+        lines += figures_table("concept", [each["concepts"] for each in of_split])
         lines.append("")
     return "\n".join(lines)
 
 
-def table_of(title: str, figures_of: list[dict[str, dict]]) -> list[str]:
+def regions_in(record: dict) -> dict:
+    """Return how many regions a base's record has of each (split, groups or concepts, name)."""
+    return {
+        (split, kind, name): figures["regions"]
+        for split, of_split in record.items()
+        for kind in ("groups", "concepts")
+        for name, figures in of_split[kind].items()
+    }
+
+
+def figures_table(title: str, figures_by_base: list[dict[str, dict]]) -> list[str]:
     """Return the lines of a table with a row for each group of regions.
 
-    Args: figures_of: of each base {group: its `figures`}.
+    Args: figures_by_base: of each base {group: its `figures`}.
     """
-    columns = list(next(iter(figures_of[0].values())))
+    columns = list(next(iter(figures_by_base[0].values())))
     lines = [f"| {title} | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
-    for group in figures_of[0]:
-        values = [[figures[group][name] for name in columns] for figures in figures_of]
+    for group in figures_by_base[0]:
+        values = [[figures[group][name] for name in columns] for figures in figures_by_base]
         means, low, high = (f(values, axis=0) for f in (np.mean, np.min, np.max))
         cells = [
             f"{m:.0f}" if name == "regions" else f"{m:.3f} ({a:.3f} to {b:.3f})"
@@ -250,12 +265,12 @@ def table_of(title: str, figures_of: list[dict[str, dict]]) -> list[str]:
     return lines
 
 
-def table_of_confusions(confusions_of: list[list[dict]]) -> list[str]:
+def confusion_table(confusions_by_base: list[list[dict]]) -> list[str]:
     """Return the lines of a table of the mistakes of several bases, of the same regions."""
     times, regions = Counter(), {}
-    for row in (row for rows in confusions_of for row in rows):
+    for row in (row for rows in confusions_by_base for row in rows):
         times[row["label"], row["said"]] += row["times"]
-        regions[row["label"]] = row["regions"] * len(confusions_of)
+        regions[row["label"]] = row["regions"] * len(confusions_by_base)
     lines = ["| label | said | times | of regions |", "|---|---|---|---|"]
     return lines + [
         f"| {label} | {said} | {count} | {regions[label]} |"

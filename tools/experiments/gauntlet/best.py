@@ -8,9 +8,8 @@ This is the rival that a loop is to beat: fine-tuning on the best of the same sa
 own reward and without its teacher's updates. A region whose answers are all worth the same teaches
 a loop nothing and is left out.
 
-Loop 1 keeps the caption by which the base finds the region best, of regions without captions; loop
-2 the mask that the base describes most like the phrase, of phrases without masks:
-`rl_train.sft --tasks referring_segmentation`.
+Loop 1 keeps the caption with the highest reward, of regions without captions; loop 2 the mask with
+it, of phrases without masks: `rl_train.sft --tasks referring_segmentation`.
 
 Letters: B regions of a batch, G samples of each.
 """
@@ -63,7 +62,7 @@ def build_parser() -> FlagParser:
     subsets = "folders of --data_dir to read (gar, dam), or its split; default: all"
     add("--subsets", nargs="+", default=[], metavar="SUBSET", help=subsets)
     add("--loop", type=int, choices=[1, 2], required=True, help="whose reward ranks the samples")
-    weights = "of its reward, as of rl_train.train, such as loop1.iou=0 loop1.on_target=1"
+    weights = "of the reward's components, as in rl_train.train: loop1.iou=0 loop1.on_target=1"
     add("--reward_weights", nargs="+", type=weight_text, default=[], help=weights)
     add("--output_dir", required=True, type=Path, help="receives a data set in GAR's layout")
     add("--num_samples", type=COUNT, default=2400, help="regions to ask about, over images")
@@ -77,9 +76,9 @@ def build_parser() -> FlagParser:
 def loop_of(
     policy: Sa2VAPolicy, number: int, max_new_tokens: int, reward_weights: Sequence[str]
 ) -> Loop:
-    """Return the loop as a run with these weights has it, the base in the teacher's place.
+    """Return the loop with these weights of its reward; the base is the teacher too.
 
-    Raises ValueError if a weight is of no component, or of the LLM judge.
+    Raises ValueError if a weight names an unknown component or the LLM judge.
     """
     context = TaskContext(policy, OneModel(), max_new_tokens)
     if number == 1:
@@ -135,9 +134,9 @@ class BestAnswers:
     def loader(self, dataset: Subset):
         policy, args = self.loop.context.policy, self.args
         inputs = policy.preprocessor(args.max_completion_length, args.max_prompt_length)
-        is_of_objects = bool(self.loop.reward_weights.get(ON_TARGET))
+        needs_distractors = bool(self.loop.reward_weights.get(ON_TARGET))
         return eval_loader(
-            dataset, inputs, args.batch_size, args.num_workers, distractors=is_of_objects
+            dataset, inputs, args.batch_size, args.num_workers, distractors=needs_distractors
         )
 
     def calibrate(self):

@@ -13,7 +13,7 @@ from tools.experiments.gauntlet.regions import Heard, Regions
 from tools.experiments.gauntlet.samples import (
     ANY_OBJECT,
     PickBy,
-    choose_picks,
+    choose_directions,
     put_first,
     result_with_samples,
 )
@@ -43,7 +43,7 @@ def sample_scores(regions: Regions, num_generations: int) -> dict[str, torch.Ten
     texts = [text for group in groups for text in group]
     heard = regions.listen([(row, text) for row, group in enumerate(groups) for text in group])
     flat = {field.name: [getattr(each, field.name) for each in heard] for field in fields(Heard)}
-    flat[ANY_OBJECT] = flat.pop("any_object")
+    flat[ANY_OBJECT] = flat.pop("best_object_iou")
     flat["length"] = [float(len(words_of(text))) for text in texts]
     flat["likelihood without image"] = regions.likelihood_without_image(texts)
     majority = word_agreement(texts, num_generations)
@@ -68,7 +68,7 @@ def choose(training: Regions, num_generations: int, reward: str = "iou") -> Chos
     )
     scores = sample_scores(training, num_generations)
     cheap = [name for name in scores if name not in MEASURES]
-    return Chosen(reward, chosen, choose_picks(scores, cheap, reward))
+    return Chosen(reward, chosen, choose_directions(scores, cheap, reward))
 
 
 def measure(heldout: Regions, chosen: Chosen, num_generations: int) -> LoopResult:

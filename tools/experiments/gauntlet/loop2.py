@@ -32,7 +32,7 @@ from tools.experiments.gauntlet.regions import Regions
 from tools.experiments.gauntlet.samples import (
     ANY_OBJECT,
     PickBy,
-    choose_picks,
+    choose_directions,
     join_batches,
     measures_of_picked,
     put_first,
@@ -177,7 +177,7 @@ def choose(
         reward,
         measure,
         {cause: (name.partition(": ")[2], named[name]) for cause, name in best.items()},
-        choose_picks(scores, cheap, measure),
+        choose_directions(scores, cheap, measure),
         task,
     )
 

@@ -38,7 +38,7 @@ class Heard:
     found: float  # 1 if the mask lies on the region and on no other object, else 0
     confidence: float  # mean sigmoid inside the mask
     area: float  # fraction of the image
-    any_object: float  # IoU with the one of the image's objects that it fits best
+    best_object_iou: float  # IoU with the one of the image's objects that it fits best
 
 
 class Regions:
@@ -139,8 +139,8 @@ class Regions:
         others, own = ([values[i] for i in index] for values in (batch.distractors, batch.masks))
         is_on_target = on_target(masks, own, others).tolist()
         areas = [mask.float().mean().item() for mask in masks]
-        any_object = best_object_iou(masks, own, others).tolist()
-        measures = zip(pairs, ious, is_on_target, confidence, areas, any_object, strict=True)
+        object_ious = best_object_iou(masks, own, others).tolist()
+        measures = zip(pairs, ious, is_on_target, confidence, areas, object_ious, strict=True)
         self.heard |= {pair: Heard(*values) for pair, *values in measures}
 
     def blank_features(self) -> "ImageFeatures":

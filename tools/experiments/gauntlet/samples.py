@@ -59,11 +59,15 @@ def choose_direction(name: str, scores: torch.Tensor, rewards: torch.Tensor) -> 
     return PickBy(name, max(DIRECTIONS, key=reward), mean)
 
 
-def choose_picks(scores: Scores, names: Collection[str], reward: str) -> list[PickBy]:
-    """Return how samples are picked by each of these cheap scores of training regions."""
-    picks = {name: choose_direction(name, scores[name], scores[reward]) for name in names}
-    picks[ANY_OBJECT] = PickBy(ANY_OBJECT, "largest", mean=0.0)
-    return list(picks.values())
+def choose_directions(scores: Scores, names: Collection[str], reward: str) -> list[PickBy]:
+    """Return the best direction of each of these scores on training regions; ANY_OBJECT's is fixed.
+
+    Args: scores: {score: (n, G)} of training regions, with `reward` and `names` among them.
+    """
+    chosen = [
+        choose_direction(name, scores[name], scores[reward]) for name in names if name != ANY_OBJECT
+    ]
+    return [*chosen, PickBy(ANY_OBJECT, "largest", mean=0.0)]
 
 
 def put_first(measure: str, measures: Collection[str]) -> list[str]:
