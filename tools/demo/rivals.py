@@ -47,7 +47,7 @@ CAPTION_SCORES = ("area", "confidence", "own likelihood", "majority")
 MASK_SCORES = ("area", "confidence")
 VARIANTS = ("threshold of the mask", "one area for all", masks.PEAK)  # of `masks.variants_of`
 TITLES = {"cycle_iou": "cycle IoU", "seg_iou": "IoU of a true caption's mask"}
-LEARNT = """What this shows: {} gains more than these causes give. Not among them are cheap rewards,
+LEARNT = """What this shows: more than these causes give, in {}. Not among them are cheap rewards,
 trained on, and more supervised steps on the base's data (docs/results.md, docs/points.md)."""
 WORKS = "What this shows: the loop working, not learning, as a cheap cause gains as much."
 SHOWS_NOTHING = "What this shows: nothing yet, no metric is shown to rise."

@@ -45,7 +45,7 @@ def test_a_gain_above_all_cheap_causes_is_more_than_they_give():
         both = dict([*causes.items(), ("seg_iou", [of("area", 0.1)])][::order])
         assert verdict(own, both) == [*[lines[0], other][::order], shows]
     own["seg_iou"] = of("this run", 0.3)
-    assert ": IoU of a true caption's mask and cycle IoU gains more" in verdict(own, both)[-1]
+    assert ", in IoU of a true caption's mask and cycle IoU." in verdict(own, both)[-1]
 
 
 def test_a_run_that_gains_nothing_shows_nothing():
@@ -81,7 +81,7 @@ def test_a_finished_run_of_the_loops_is_compared(data, tmp_path, monkeypatch, ca
         assert cause in printed
     for score in (*rivals.CAPTION_SCORES, *rivals.MASK_SCORES):
         assert f"best of 2 by {score} (" in printed
-    assert "chosen on 4 training regions" in printed and "What this shows" in printed
+    assert "chosen on 4 training regions" in printed and "What this shows: " in printed
     record = json.loads((run / "evaluation" / "step_0.json").read_text())
     lines = [line.split() for line in printed.splitlines() if "this run" in line]
     means = [sum(record["values"][name]) / 3 for name in rivals.TITLES]
