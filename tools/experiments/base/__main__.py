@@ -52,7 +52,8 @@ def build_parser() -> FlagParser:
     measure.add_argument("--model_path", nargs="+", required=True, type=Path, help="bases")
     measure.add_argument("--output", required=True, type=Path, help="JSON file; table beside it")
     measure.add_argument("--num_samples", type=COUNT, default=400, help="regions of each split")
-    measure.add_argument("--probe_samples", type=COUNT, default=1500, help="training regions")
+    probed = "training regions of the probe; 0: without it"
+    measure.add_argument("--probe_samples", type=COUNT_OR_0, default=1500, help=probed)
     measure.set_defaults(max_completion_length=MAX_ANSWER_TOKENS)
     measure.set_defaults(max_prompt_length=DataConfig.max_prompt_length)
     measure.add_argument("--batch_size", type=COUNT, default=32)

@@ -193,20 +193,25 @@ def split_record(policy: Sa2VAPolicy, asked: Asked, probes: dict[str, Probe], ar
     )
 
 
-def measure_base(policy: Sa2VAPolicy, args) -> dict:
-    """Return {split: record} of one base, with probes of its frozen features.
+def fit_probes(policy: Sa2VAPolicy, args) -> dict[str, Probe]:
+    """Fit probes to the labels of training regions.
 
-    Probes are fitted to the labels of training regions: those with captions, or all, also those
-    that no training names.
+    They are those with captions, or all, also those that no training names.
     """
     training = args.data_dir / "train"
-    probes = {}
     captioned = regions_of(training, "captioned", args.probe_samples)
     others = regions_of(training, "regions", args.probe_samples)
     features = [features_of(policy, each, args) for each in (captioned, others)]
     labels = [[region["label"] for region in each.truth] for each in (captioned, others)]
-    probes["probe_captioned"] = probe(features[0], labels[0])
-    probes["probe_all"] = probe(torch.cat(features), labels[0] + labels[1])
+    return dict(
+        probe_captioned=probe(features[0], labels[0]),
+        probe_all=probe(torch.cat(features), labels[0] + labels[1]),
+    )
+
+
+def measure_base(policy: Sa2VAPolicy, args) -> dict:
+    """Return {split: record} of one base, with `fit_probes` of its frozen features."""
+    probes = fit_probes(policy, args) if args.probe_samples else {}
     record = {}
     for split in EVALUATION:
         if (args.data_dir / split / TRUTH).is_file():
