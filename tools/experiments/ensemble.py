@@ -40,9 +40,7 @@ class EnsembleLoop1(MaskCaptionMask):
     def __init__(self, options: Options, context: TaskContext):
         super().__init__(options, context)
         if not options.listeners:
-            raise ValueError(
-                "--listeners: name the folders of models that listen too"
-            )
+            raise ValueError("--listeners: name the folders of models that listen too")
         self.listeners = [self._open(folder) for folder in options.listeners]
         self.reward_weights = {FOUND: 1.0} | context.user_weights
 

@@ -150,8 +150,9 @@ def test_measures_of_several_bases_are_one_table(tmp_path):
         file.write_text(json.dumps({file.stem: record(said)}))
     base.main(["table", *map(str, files), "--output", str(tmp_path / "table.md")])
     lines = (tmp_path / "table.md").read_text().splitlines()
-    assert "| all | 3 | 0.333 (0.000 to 0.667) | 0.333 (0.000 to 0.667) |" in lines
-    assert "| cat | 2 | 0.250 (0.000 to 0.500) | 0.250 (0.000 to 0.500) |" in lines
+    rightly, by_chance = "0.333 (0.000 to 0.667)", "0.333 (0.222 to 0.444)"  # 4 and 2 of 9 pairs
+    assert f"| all | 3 | {rightly} | {by_chance} | {rightly} |" in lines
+    assert f"| cat | 2 |{3 * ' 0.250 (0.000 to 0.500) |'}" in lines
     assert lines.index("| cat | owl | 3 | 4 |") < lines.index("| owl | dog | 1 | 2 |")
     files[0].write_text(files[0].read_text().replace('"regions": 2', '"regions": 3'))
     with pytest.raises(SystemExit, match="base: the bases were not measured on the same regions"):

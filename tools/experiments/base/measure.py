@@ -99,8 +99,14 @@ class Probe:
 
 
 def figures(said: list[str], truth: list[dict], columns: dict[str, list[float]]) -> dict:
-    """Return the fraction of labels said rightly, words of labels said, means of columns, count."""
+    """Return the count of regions, the fraction of labels said rightly, and means of columns.
+
+    Also the fraction that would be right by chance, if each region were called what another one is
+    called, and the fraction of each label's words that are said.
+    """
     labels = [region["label"] for region in truth]
+    times_said = Counter(said)
+    hits = sum(times_said[label] * count for label, count in Counter(labels).items())
     words = [
         len(set(label.split()) & set(each.split())) / len(set(label.split()))
         for label, each in zip(labels, said)
@@ -108,6 +114,7 @@ def figures(said: list[str], truth: list[dict], columns: dict[str, list[float]])
     return dict(
         regions=len(truth),
         label=float(np.mean([a == b for a, b in zip(said, labels)])),
+        label_by_chance=hits / len(labels) ** 2,
         words=float(np.mean(words)),
     ) | {name: float(np.mean(values)) for name, values in columns.items()}
 
