@@ -21,6 +21,7 @@ from rl_train.rewards.iou import on_target
 from rl_train.rollout import RewardOutput, Rollout
 from rl_train.tasks.base import TaskContext
 from rl_train.tasks.mask_caption_mask import MaskCaptionMask
+from rl_train.utils.io import UserFault
 
 FOUND = "found_by_ensemble"
 
@@ -60,7 +61,9 @@ class EnsembleLoop1(MaskCaptionMask):
         """Return the teacher's IoU, "found_by_ensemble" (N,), and the teacher's masks."""
         batch = rollout.batch
         if batch.distractors is None:
-            raise ValueError("--listeners needs --distractors: whether a mask lies on its region")
+            raise UserFault(
+                "--listeners needs --distractors, to tell whether a mask is on its region"
+            )
         outcome = super().own_rewards(rollout)
         heard = [outcome.masks, *(self._masks_of(listener, rollout) for listener in self.listeners)]
         found = [on_target(masks, batch.masks, batch.distractors) for masks in heard]

@@ -9,6 +9,7 @@ from rl_train.policies.sa2va_queries import segment_model_captions
 from rl_train.rewards.iou import on_target
 from rl_train.roles import Roles
 from rl_train.tasks.base import TaskContext
+from rl_train.utils.io import UserFault
 from tests.updates import STEPS, roll
 from tools.demo.make_demo import SHIPPED_CHECKPOINT
 from tools.experiments.ensemble import FOUND, EnsembleLoop1
@@ -48,5 +49,5 @@ def test_what_it_needs_is_named(model, batch):
     with pytest.raises(ValueError, match="--listeners .*nowhere"):
         ensemble(model, "nowhere")
     task = ensemble(model, SHIPPED_CHECKPOINT)
-    with pytest.raises(ValueError, match="--distractors"):
+    with pytest.raises(UserFault, match="--distractors"):
         task.own_rewards(roll(model, task, replace(batch, distractors=None)))
