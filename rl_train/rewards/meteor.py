@@ -68,10 +68,23 @@ def check_lists(name: str, references: Sequence[str], hypotheses: Sequence[str])
         raise TypeError(f"{name} takes two lists of captions, not a single str")
 
 
+@functools.lru_cache(maxsize=2**15)
+def _synsets(word: str) -> list[SimpleNamespace]:
+    """Return the synonyms of a word for NLTK, each once, as if they were one synset.
+
+    Several synsets of a word share synonyms. Those of several words match no word.
+    """
+    lemmas = {
+        lemma.name(): lemma
+        for synset in wordnet.synsets(word)
+        for lemma in synset.lemmas()
+        if "_" not in lemma.name()
+    }
+    return [SimpleNamespace(lemmas=lemmas.values)]
+
+
 # `single_meteor_score` looks each word up again and again.
-_CACHED_WORDNET = SimpleNamespace(
-    synsets=functools.lru_cache(maxsize=2**15)(lambda word: wordnet.synsets(word))
-)
+_CACHED_WORDNET = SimpleNamespace(synsets=_synsets)
 _CACHED_STEMMER = SimpleNamespace(stem=functools.lru_cache(maxsize=2**15)(PorterStemmer().stem))
 
 

@@ -1,3 +1,4 @@
+import random
 import subprocess
 import sys
 import time
@@ -62,6 +63,11 @@ def test_cached_words_score_as_wordnets_own():
     hypothesis = "one light canine put the white ball by a man who ran in the big auto"
     alone = single_meteor_score(tokenize(reference), tokenize(hypothesis))
     assert score(reference, hypothesis) == np.float32(alone) and alone > 0.4
+    words = (reference + " " + hypothesis + " kid child auto car runs set small little").split()
+    texts = [" ".join(random.Random(i).choices(words, k=1 + i % 30)) for i in range(200)]
+    pairs = list(zip(texts, texts[::-1]))
+    alone = [single_meteor_score(tokenize(a), tokenize(b)) for a, b in pairs]
+    assert torch.equal(meteor(*zip(*pairs)), torch.tensor(alone, dtype=torch.float32))
 
 
 def test_punctuation_is_split_off_and_dropped():
