@@ -32,7 +32,7 @@ class BatchLoader(DataLoader):
     """
 
     def __iter__(self):
-        """Start the workers while all objects are frozen: so they stay in the workers."""
+        """Start the workers while all objects are frozen, so that no worker frees them."""
         if not self.num_workers:
             return super().__iter__()
         gc.freeze()

@@ -72,7 +72,7 @@ def check_lists(name: str, references: Sequence[str], hypotheses: Sequence[str])
 def _synsets(word: str) -> list[SimpleNamespace]:
     """Return the synonyms of a word for NLTK, each once, as if they were one synset.
 
-    Several synsets of a word share synonyms. Those of several words match no word.
+    Several synsets of a word share synonyms. Synonyms of two or more words match no word.
     """
     lemmas = {
         lemma.name(): lemma

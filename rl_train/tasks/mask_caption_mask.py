@@ -18,7 +18,8 @@ class MaskCaptionMask(Task):
 
     name = "loop1"
     family, asks_teacher = "sa2va", True
-    reward_components = ("iou", ON_TARGET, *CAPTION_REWARDS)
+    mask_components = ("iou", ON_TARGET)  # those that need the teacher's mask
+    reward_components = (*mask_components, *CAPTION_REWARDS)
 
     @dataclass(frozen=True)
     class Options:
@@ -61,7 +62,7 @@ class MaskCaptionMask(Task):
         A caption without words has an empty mask and is not asked about; a reply without [SEG]
         gives an empty mask too. None if no reward is measured by a mask.
         """
-        by_mask = {"iou", ON_TARGET} & set(self.components)
+        by_mask = set(self.mask_components) & set(self.components)
         if not by_mask and not self.context.user_rewards:
             return None
         with self.context.roles.use("teacher"):

@@ -32,6 +32,9 @@ class EnsembleLoop1(MaskCaptionMask):
     A model has found it if its mask lies on the region and on no other object, see `on_target`.
     """
 
+    mask_components = (*MaskCaptionMask.mask_components, FOUND)
+    reward_components = (FOUND, *MaskCaptionMask.reward_components)
+
     @dataclass(frozen=True)
     class Options(MaskCaptionMask.Options):
         listeners: list[str] | None = flag(
@@ -43,7 +46,7 @@ class EnsembleLoop1(MaskCaptionMask):
         if not options.listeners:
             raise ValueError("--listeners: name the folders of models that listen too")
         self.listeners = [self._open(folder) for folder in options.listeners]
-        self.reward_weights = {FOUND: 1.0} | context.user_weights
+        self.weigh({FOUND: 1.0})
 
     def _open(self, folder: str) -> Sa2VAPolicy:
         return open_policy(
@@ -65,6 +68,8 @@ class EnsembleLoop1(MaskCaptionMask):
                 "--listeners needs --distractors, to tell whether a mask is on its region"
             )
         outcome = super().own_rewards(rollout)
+        if FOUND not in self.components:
+            return outcome
         heard = [outcome.masks, *(self._masks_of(listener, rollout) for listener in self.listeners)]
         found = [on_target(masks, batch.masks, batch.distractors) for masks in heard]
         outcome.rewards[FOUND] = torch.stack(found).mean(0)

@@ -7,7 +7,9 @@ import torch
 
 from rl_train.policies.sa2va_queries import segment_model_captions
 from rl_train.rewards.iou import on_target
+from rl_train.rewards.weights import ComponentWeight
 from rl_train.roles import Roles
+from rl_train.run.build import weigh_components
 from rl_train.tasks.base import TaskContext
 from rl_train.utils.io import UserFault
 from tests.updates import STEPS, roll
@@ -41,6 +43,12 @@ def test_each_listener_counts_as_much_as_the_teacher(model, batch):
     assert torch.equal(found[0], outcome.rewards["on_target"])
     assert torch.equal(found[0], found[1]) and not torch.equal(found[1], found[2])
     assert torch.allclose(outcome.rewards[FOUND], sum(found) / 3)
+
+    weigh_components([task], [ComponentWeight.parse("loop1.meteor=0.5")])
+    assert task.reward_weights == {FOUND: 1.0, "meteor": 0.5}
+    assert torch.allclose(task.rewards(rollout).rewards[FOUND], sum(found) / 3)
+    weigh_components([task], [ComponentWeight.parse(f"loop1.{FOUND}=0")])
+    assert FOUND not in task.rewards(rollout).rewards
 
 
 def test_what_it_needs_is_named(model, batch):

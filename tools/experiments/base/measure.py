@@ -101,8 +101,8 @@ class Probe:
 def figures(said: list[str], truth: list[dict], columns: dict[str, list[float]]) -> dict:
     """Return the count of regions, the fraction of labels said rightly, and means of columns.
 
-    Also the fraction that would be right by chance, if each region were called what another one is
-    called, and the fraction of each label's words that are said.
+    Also the fraction that would be right by chance, with what is said shuffled over the regions,
+    and the fraction of each label's words that are said.
     """
     labels = [region["label"] for region in truth]
     times_said = Counter(said)
