@@ -5,6 +5,7 @@ Greedy, without gradient. Letters: P questions, M [SEG] in their answers, D embe
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from PIL import Image
 
 from rl_train.data.text import phrase
 from rl_train.policies.sa2va import Sa2VAPolicy
-from rl_train.rewards.iou import mask_confidence
+from rl_train.rewards.iou import mask_confidence, rows_by_size
 from rl_train.rollout import Batch
 from sa2va_hf.batches import ImageFeatures, Prompts
 from sa2va_hf.processing_sa2va import upsample_masks
@@ -20,6 +21,7 @@ from sa2va_hf.prompts import SEGMENT
 from sa2va_hf.to_device import to_device
 
 ROWS_AT_ONCE = 64  # rows of one forward of the teacher
+UPSAMPLED_AT_ONCE = 2**26  # float32 logits (256 MB) of the masks that are upsampled in one call
 # Tokens that a sampled text may have in a question, for each that it may have as an answer.
 CAPTION_TOKENS_FACTOR = 2
 BLANK_SIDE, GREY = 448, 127  # pixels and value of the image without contents
@@ -34,10 +36,11 @@ class RowMasks:
     each: list[torch.Tensor] | None = None  # (m, H, W) bool, one for each [SEG] of a row
 
 
-def chunks(rows: Sequence) -> Iterator[Sequence]:
-    """Yield `rows` in parts of at most ROWS_AT_ONCE."""
-    for start in range(0, len(rows), ROWS_AT_ONCE):
-        yield rows[start : start + ROWS_AT_ONCE]
+def chunks(rows: Sequence, at_once: int | None = None) -> Iterator[Sequence]:
+    """Yield `rows` in parts of at most `at_once`, or ROWS_AT_ONCE."""
+    at_once = at_once or ROWS_AT_ONCE
+    for start in range(0, len(rows), at_once):
+        yield rows[start : start + at_once]
 
 
 def truncate_captions(policy: Sa2VAPolicy, texts: list[str], max_new_tokens: int) -> list[str]:
@@ -91,28 +94,38 @@ def row_masks(
 
     Args: one_by_one: keep the masks of the [SEG] too, which takes their memory.
     """
-    masks = [
-        torch.zeros(images.sizes[i], dtype=torch.bool, device=policy.device) for i in image_index
-    ]
-    highest = {}  # {row: (256, 256) highest of its logits}
-    each = [[] for _ in image_index]
+    logits_of_row = [[] for _ in image_index]  # (256, 256) of each [SEG] of a row
     if seg_rows:
         all_logits = policy.decode_masks(images, [image_index[row] for row in seg_rows], embeddings)
-        # A row may hold several [SEG]; its mask is their union, its logits their maximum.
-        for row, logits in zip(seg_rows, all_logits):  # (256, 256)
-            highest[row] = torch.maximum(logits, highest[row]) if row in highest else logits
-            size = images.sizes[image_index[row]]
-            mask = upsample_masks(logits[None], policy.processor.sam_size, size)[0] > 0
-            masks[row] |= mask
-            if one_by_one:
-                each[row].append(mask)
+        for row, logits in zip(seg_rows, all_logits):
+            logits_of_row[row].append(logits)
+    masks, each = [None] * len(image_index), [None] * len(image_index)
+    # A row may hold several [SEG] or none; its mask is their union, its logits their maximum.
+    for size, rows in rows_by_size(images.sizes[i] for i in image_index).items():
+        segs = [logits for row in rows for logits in logits_of_row[row]]
+        counts = [len(logits_of_row[row]) for row in rows]
+        for row, own in zip(rows, upsampled_masks(policy, segs, size).split(counts)):
+            each[row] = own  # (m, H, W)
+            masks[row] = own[0] if len(own) == 1 else own.any(0)
+    highest = {row: reduce(torch.maximum, own) for row, own in enumerate(logits_of_row) if own}
     values = mask_confidence(torch.stack(list(highest.values()))).tolist() if highest else []
     by_row = dict(zip(highest, values))
     confidence = [by_row.get(row, 0.0) for row in range(len(masks))]
-    if not one_by_one:
-        return RowMasks(masks, confidence)
-    stacked = [torch.stack(own) if own else mask[None][:0] for own, mask in zip(each, masks)]
-    return RowMasks(masks, confidence, stacked)
+    return RowMasks(masks, confidence, each if one_by_one else None)
+
+
+def upsampled_masks(
+    policy: Sa2VAPolicy, logits: list[torch.Tensor], size: tuple[int, int]
+) -> torch.Tensor:
+    """Return the (m, H, W) bool masks at `size` = (H, W) of m logits (256, 256).
+
+    `upsample_masks` takes as many in a call as UPSAMPLED_AT_ONCE allows, at SAM2's size and theirs.
+    """
+    sam_size, (height, width) = policy.processor.sam_size, size
+    masks = [torch.zeros(0, height, width, dtype=torch.bool, device=policy.device)]
+    for part in chunks(logits, max(1, UPSAMPLED_AT_ONCE // (sam_size**2 + height * width))):
+        masks.append(upsample_masks(torch.stack(part), sam_size, size) > 0)
+    return torch.cat(masks)
 
 
 def join(parts: list[RowMasks]) -> RowMasks:

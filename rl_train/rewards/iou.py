@@ -3,12 +3,21 @@
 Letters: N samples, H W the pixels of the ground truth at its own size; B, G, K: see `best_objects`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 ON_TARGET = "on_target"  # reward component: 1 if a mask lies on the region and on no other, else 0
+PIXELS_AT_ONCE = 2**25  # of pairs of masks that are compared in one call, at up to 7 bytes each
+
+
+def rows_by_size(sizes: Iterable[Hashable]) -> dict[Hashable, list[int]]:
+    """Return {size: the rows of that size, ascending}, to compute them together."""
+    rows = {}
+    for row, size in enumerate(sizes):
+        rows.setdefault(size, []).append(row)
+    return rows
 
 
 def mask_iou(
@@ -28,8 +37,18 @@ def mask_iou(
     """
     if isinstance(pred, Tensor) and isinstance(target, Tensor):
         return _batch_iou(pred, target, empty_value)
-    iou = [_batch_iou(p[None], t[None], empty_value) for p, t in zip(pred, target, strict=True)]
-    return torch.cat(iou) if iou else torch.zeros(0)  # (N,)
+    pairs = list(zip(pred, target, strict=True))
+    for p, t in pairs:
+        _check_masks(p[None], t[None])
+    iou = [None] * len(pairs)
+    for size, rows in rows_by_size(p.shape for p, _ in pairs).items():
+        at_once = _masks_at_once(size.numel())
+        for start in range(0, len(rows), at_once):
+            part = rows[start : start + at_once]
+            preds, targets = (torch.stack(masks) for masks in zip(*(pairs[row] for row in part)))
+            for row, value in zip(part, _batch_iou(preds, targets, empty_value)):
+                iou[row] = value
+    return torch.stack(iou) if iou else torch.zeros(0)  # (N,)
 
 
 def mask_confidence(logits: Tensor) -> Tensor:
@@ -42,8 +61,8 @@ def mask_confidence(logits: Tensor) -> Tensor:
     return total / inside.sum((1, 2)).clamp(min=1)
 
 
-def _batch_iou(pred: Tensor, target: Tensor, empty_value: float) -> Tensor:
-    """Return the (N,) float32 IoU of two (N, H, W) bool tensors; ValueError as in `mask_iou`."""
+def _check_masks(pred: Tensor, target: Tensor):
+    """Raise ValueError unless both are bool and of one shape (N, H, W)."""
     if pred.dtype != torch.bool or target.dtype != torch.bool:
         raise ValueError(
             f"mask_iou takes bool masks, got {pred.dtype} {tuple(pred.shape)} "
@@ -54,11 +73,67 @@ def _batch_iou(pred: Tensor, target: Tensor, empty_value: float) -> Tensor:
             "mask_iou takes equal shapes (N, H, W), "
             f"got {tuple(pred.shape)} and {tuple(target.shape)}"
         )
-    intersection = (pred & target).sum(dim=(1, 2))  # (N,) int64 pixels
-    union = (pred | target).sum(dim=(1, 2))  # (N,) int64 pixels
+
+
+def _masks_at_once(pixels: int) -> int:
+    """Return how many pairs of so many pixels are compared in one call, at least one."""
+    return max(1, PIXELS_AT_ONCE // max(1, pixels))
+
+
+def _area(masks: Tensor) -> Tensor:
+    """Return the pixels (..,) int32 of masks (.., H, W)."""
+    # The sum converts each pixel to its own type first: int64 would take twice the memory.
+    return masks.sum((-2, -1), dtype=torch.int32)
+
+
+def _quotient(intersection: Tensor, union: Tensor, empty_value: float) -> Tensor:
+    """Return intersection / union of pixel counts as float32, empty_value where the union is 0."""
     # float64 holds the pixel counts exactly, so the quotient is rounded once, to float32.
     iou = intersection.double() / union.clamp(min=1).double()
     return torch.where(union == 0, empty_value, iou).float()
+
+
+def _batch_iou(pred: Tensor, target: Tensor, empty_value: float) -> Tensor:
+    """Return the (N,) float32 IoU of two (N, H, W) bool tensors; ValueError as in `mask_iou`."""
+    _check_masks(pred, target)
+    return _quotient(_area(pred & target), _area(pred | target), empty_value)
+
+
+def _pair_counts(masks: Tensor, objects: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the pixels of intersection and union, both (G, K) int32.
+
+    Args:
+        masks: (G, H, W) bool, each of which is compared with each of objects: (K, H, W) bool.
+
+    Raises:
+        ValueError: as in `mask_iou`.
+    """
+    _check_masks(masks[:1].expand_as(objects), objects)
+    shared, areas = [], []  # (g, K) and (g,)
+    # As many masks at a time as memory allows: (G, K, H, W) of large images take too much.
+    for part in masks.split(_masks_at_once(objects.numel())):
+        shared.append(_area(part[:, None] & objects))
+        areas.append(_area(part))
+    intersection = torch.cat(shared)
+    return intersection, torch.cat(areas)[:, None] + _area(objects) - intersection
+
+
+def _object_iou(
+    masks: Sequence[Tensor], targets: Sequence[Tensor], others: Sequence[Tensor]
+) -> Tensor:
+    """Return the IoU (N, 1 + K) of each mask with its target and the others, on the masks' device.
+
+    K is the largest of the samples'; 0 stands where a sample has fewer. Args: see `best_objects`.
+    """
+    G, shape = len(masks) // len(targets), (2, len(masks), 1 + max(map(len, others), default=0))
+    intersection, union = torch.zeros(shape, dtype=torch.int32, device=masks[0].device)
+    for i, (target, distractors) in enumerate(zip(targets, others, strict=True)):
+        rows = slice(i * G, (i + 1) * G)
+        of_sample = torch.stack(list(masks[rows]))  # (G, H, W)
+        objects = torch.cat([target[None], distractors]).to(of_sample.device)  # (1 + K, H, W)
+        counts = _pair_counts(of_sample, objects)
+        intersection[rows, : len(objects)], union[rows, : len(objects)] = counts
+    return _quotient(intersection, union, 0.0)
 
 
 def best_objects(
@@ -73,27 +148,17 @@ def best_objects(
         masks: N = B*G masks (H, W) bool, row i*G+j about sample i.
         targets: B masks (H, W) bool; others: B of (K, H, W) bool.
     """
-    G, best = len(masks) // len(targets), []
-    for i, (target, distractors) in enumerate(zip(targets, others, strict=True)):
-        objects = torch.cat([target[None], distractors])  # (1 + K, H, W)
-        # One mask at a time: (G, 1 + K, H, W) of large images take too much memory.
-        for mask in masks[i * G : (i + 1) * G]:
-            iou = _batch_iou(mask.expand_as(objects), objects.to(mask.device), 0.0)  # (1 + K,)
-            at_best = (iou == iou.max()).nonzero()[:, 0]  # a tie lies on no object
-            best.append(at_best.item() if len(at_best) == 1 and iou.max() > 0 else -1)
-    return torch.tensor(best)
+    iou = _object_iou(masks, targets, others)  # (N, 1 + K)
+    highest, index = iou.max(1)
+    is_alone = (iou == highest[:, None]).sum(1) == 1  # a tie lies on no object
+    return torch.where(is_alone & (highest > 0), index, -1).cpu()
 
 
 def best_object_iou(
     masks: Sequence[Tensor], targets: Sequence[Tensor], others: Sequence[Tensor]
 ) -> Tensor:
     """Return the IoU (N,) of each mask with the object that it fits best: see `best_objects`."""
-    G, best = len(masks) // len(targets), []
-    for i, (target, distractors) in enumerate(zip(targets, others, strict=True)):
-        objects = torch.cat([target[None], distractors])  # (1 + K, H, W)
-        for mask in masks[i * G : (i + 1) * G]:
-            best.append(_batch_iou(mask.expand_as(objects), objects.to(mask.device), 0.0).max())
-    return torch.stack(best).cpu()
+    return _object_iou(masks, targets, others).amax(1).cpu()
 
 
 def on_target(
@@ -103,13 +168,16 @@ def on_target(
 
     On an empty target lies an empty mask.
     """
-    best, G = best_objects(masks, targets, others), len(masks) // len(targets)
-    both_empty = [not (targets[row // G].any() or mask.any()) for row, mask in enumerate(masks)]
-    return ((best == 0) | torch.tensor(both_empty)).float()
+    is_on, G = best_objects(masks, targets, others) == 0, len(masks) // len(targets)
+    has_target = torch.stack([target.any() for target in targets]).tolist()
+    rows = [row for row in range(len(masks)) if not has_target[row // G]]
+    if rows:
+        is_on[rows] = ~torch.stack([masks[row].any() for row in rows]).cpu()
+    return is_on.float()
 
 
 def mask_spread(masks: torch.Tensor) -> float:
     """Return 1 - mean pairwise IoU of (G, H, W) bool masks; two empty masks are alike."""
-    iou = torch.stack([mask_iou(masks, mask.expand_as(masks), 1.0) for mask in masks])  # (G, G)
+    iou = _quotient(*_pair_counts(masks, masks), 1.0)  # (G, G)
     off_diagonal = ~torch.eye(len(masks), dtype=torch.bool, device=masks.device)
     return 1 - iou[off_diagonal].mean().item()

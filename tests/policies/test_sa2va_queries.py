@@ -19,7 +19,7 @@ from rl_train.policies.sa2va_queries import (
     segment_model_captions,
     truncate_captions,
 )
-from sa2va_hf.processing_sa2va import region_grid
+from sa2va_hf.processing_sa2va import region_grid, upsample_masks
 from tests.engine.tiny import fast, slow
 from tools.demo.scenes import make_scene
 
@@ -121,6 +121,34 @@ def test_a_mask_is_the_union_of_what_the_teacher_says(model, images, batch, monk
     for row, union in ((0, logits[:2].amax(0)), (1, logits[2])):
         assert sure[row] == pytest.approx(union[union > 0].sigmoid().mean().item(), abs=1e-5)
     assert sure[2] == 0 and len(sure) == 3
+
+
+@pytest.mark.parametrize("at_once", [1, 2**21 + 2**18, 2**26])
+def test_masks_of_rows_together_are_those_of_each_alone(model, images, monkeypatch, at_once):
+    """Whatever rows are upsampled together: images of several sizes, rows of 0 to 3 [SEG].
+
+    Logits are given in place of prompt embeddings, so that the decoder rounds nothing.
+    """
+    monkeypatch.setattr(sa2va_queries, "UPSAMPLED_AT_ONCE", at_once)
+    monkeypatch.setattr(model, "decode_masks", lambda images, image_index, logits: logits)
+    image, segs = [2, 0, 1, 3, 0, 2, 1, 1], [1, 2, 0, 3, 1, 1, 0, 2]
+    assert len({images.sizes[i] for i in image}) > 1
+    rows = [row for row, count in enumerate(segs) for _ in range(count)]
+    coarse = torch.randn(len(rows), 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    logits = torch.nn.functional.interpolate(coarse, (256, 256), mode="bilinear")[:, 0]
+    found = row_masks(model, images, image, rows, logits, one_by_one=True)
+    for row, (i, own) in enumerate(zip(image, logits.split(segs))):
+        height, width = images.sizes[i]
+        each = [upsample_masks(x[None], model.processor.sam_size, (height, width)) > 0 for x in own]
+        union = sum(each, torch.zeros(1, height, width, dtype=torch.bool))[0]
+        assert torch.equal(found.masks[row], union) and union.any() == (segs[row] > 0)
+        assert found.each[row].shape == (segs[row], height, width)
+        assert all(map(torch.equal, found.each[row], (mask[0] for mask in each)))
+        alone = row_masks(model, images, [i], [0] * segs[row], own)
+        assert torch.equal(alone.masks[0], union) and alone.each is None
+        assert found.confidence[row] == pytest.approx(alone.confidence[0], abs=1e-6)
+        assert (found.confidence[row] > 0) == (segs[row] > 0)
+    assert len(set(found.confidence)) == 1 + 6  # one of rows without [SEG], the others differ
 
 
 def test_descriptions_are_greedy_answers_in_any_company(model, images, batch, monkeypatch):
