@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from rl_train.policies.quantize import QuantizedLinear
+from rl_train.engine.quantize import QuantizedLinear
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

@@ -16,11 +16,11 @@ from transformers import PreTrainedTokenizerBase
 
 from rl_train.config.grpo_config import PolicyConfig
 from rl_train.engine import Completions, Engine, StopText
+from rl_train.engine.quantize import quantize_linears
 from rl_train.points.parser import STYLE_SCALES, AnswerFormat, PointPrompt
 from rl_train.points.prompts import point_question
 from rl_train.policies import lora, sam2_prompting
 from rl_train.policies.base import SAM2_CITATION, ModelSpec, Policy
-from rl_train.policies.quantize import quantize_linears
 from rl_train.policies.qwen_vl_inputs import QUESTION_TOKENS, QwenPreprocessor
 from rl_train.policies.qwen_vl_model import (
     VERSIONS,

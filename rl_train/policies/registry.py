@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from rl_train.config.grpo_config import PolicyConfig
-from rl_train.policies import quantize
+from rl_train.engine import quantize
 from rl_train.policies.base import Policy
 from rl_train.policies.qwen_vl import QWEN_VL
 from rl_train.policies.sa2va import SA2VA

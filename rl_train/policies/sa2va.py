@@ -18,9 +18,9 @@ from rl_train.data.text import phrase
 from rl_train.distributed.fsdp import ShardedLayers, host_mesh
 from rl_train.engine import Completions, DelayedCompletions, Engine, ScoreOutput, StopText
 from rl_train.engine.packing import input_mask
+from rl_train.engine.quantize import quantize_linears
 from rl_train.policies import lora
 from rl_train.policies.base import SAM2_CITATION, ModelSpec, Policy
-from rl_train.policies.quantize import quantize_linears
 from rl_train.policies.sa2va_inputs import Sa2VAPreprocessor
 from rl_train.rollout import Batch, Rollout
 from rl_train.utils.io import read_json

@@ -21,6 +21,7 @@ from sa2va_hf.prompts import SEGMENT
 from sa2va_hf.to_device import to_device
 
 ROWS_AT_ONCE = 64  # rows of one forward of the teacher
+REGIONS_AT_ONCE = 16  # masks whose region cells are computed in one call
 UPSAMPLED_AT_ONCE = 2**26  # float32 logits (256 MB) of the masks that are upsampled in one call
 # Tokens that a sampled text may have in a question, for each that it may have as an answer.
 CAPTION_TOKENS_FACTOR = 2
@@ -211,11 +212,17 @@ def segment_model_captions(
 def region_grids(policy: Sa2VAPolicy, masks: list[torch.Tensor]) -> dict[int, torch.Tensor]:
     """Return {p: (g, g) bool region cells, on the CPU} of the masks[p] (H, W) that are not empty.
 
-    One mask at a time, since each takes several bytes a pixel.
+    Those of one size are converted REGIONS_AT_ONCE at a time, since each takes several bytes a
+    pixel.
     """
-    if not masks:
+    found = {}  # {p: (g, g) cells}
+    for rows in rows_by_size(mask.shape for mask in masks).values():
+        for part in chunks(rows, REGIONS_AT_ONCE):
+            cells = policy.processor.region_grid(torch.stack([masks[p] for p in part]))
+            found |= dict(zip(part, cells))
+    if not found:
         return {}
-    grids = torch.stack([policy.processor.region_grid(mask) for mask in masks]).cpu()
+    grids = torch.stack([found[p] for p in range(len(masks))]).cpu()
     return {p: grid for p, grid in enumerate(grids) if grid.any()}  # any pixel gives a cell
 
 

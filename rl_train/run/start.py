@@ -15,10 +15,10 @@ from rl_train.data.loader import Batches, eval_loader
 from rl_train.distributed import process_group
 from rl_train.distributed.fsdp import check_ranks_of_host
 from rl_train.distributed.process_group import RankInfo, print0
+from rl_train.engine.quantize import require_library
 from rl_train.loggers.text_log import TextLog
 from rl_train.loggers.wandb import start_wandb
 from rl_train.policies.lora import parameter_counts
-from rl_train.policies.quantize import require_library
 from rl_train.policies.registry import check_model
 from rl_train.rewards.ablations import AblationReward
 from rl_train.rewards.meteor import require_wordnet

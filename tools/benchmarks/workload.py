@@ -22,6 +22,7 @@ from rl_train.config.flags import COUNT, POSITIVE, flag
 from rl_train.distributed import process_group
 from rl_train.distributed.process_group import RankInfo, distributed_data_parallel, sync_gradients
 from rl_train.engine import Completions, DelayedCompletions
+from rl_train.engine.quantize import quantize_linears
 from rl_train.grpo import group_advantages
 from rl_train.loggers.metrics import PhaseTimer, StepMetrics
 from rl_train.loss import (
@@ -33,7 +34,6 @@ from rl_train.loss import (
     reference_scores,
 )
 from rl_train.loss import ScoredRollout as TaskWork
-from rl_train.policies.quantize import quantize_linears
 from rl_train.policies.qwen_vl import QwenVLPolicy
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.rewards.combine import combine

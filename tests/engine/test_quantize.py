@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from rl_train.config.grpo_config import PolicyConfig
+from rl_train.engine.quantize import CHOICES, QuantizedLinear, require_library
 from rl_train.export.load_policy import load_policy
 from rl_train.policies import registry
 from rl_train.policies.lora import PROJECTIONS, parameter_counts
-from rl_train.policies.quantize import CHOICES, QuantizedLinear, require_library
 from rl_train.policies.sa2va import TRAINABLE
 from rl_train.run.memory_estimate import standing_memory
 from tests.policies.tiny_points import tiny_policy
