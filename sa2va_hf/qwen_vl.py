@@ -502,9 +502,14 @@ class QwenVLProcessor(Sa2VAProcessor):
         return self.pixels(image, self.resize_twice)
 
     def region_grid(self, mask: np.ndarray | torch.Tensor) -> torch.Tensor:
-        """Return cells (g, g) bool of a mask (H, W), from which a region is drawn or named."""
+        """Return cells (g, g) bool of a mask (H, W), from which a region is drawn or named.
+
+        Or (n, g, g) of (n, H, W).
+        """
         mask = torch.as_tensor(mask).bool()
-        return region_grid(mask[None], self.grid_size, 4 * self.grid_size, "nearest")[0]
+        masks = mask if mask.ndim == 3 else mask[None]
+        grids = region_grid(masks, self.grid_size, 4 * self.grid_size, "nearest")
+        return grids if mask.ndim == 3 else grids[0]
 
     def pixels(self, image: Image.Image, twice: bool = False) -> torch.Tensor:
         """Return an image (3, H', W') uint8 whose sides are multiples of a token's.
