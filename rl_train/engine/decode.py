@@ -386,13 +386,13 @@ class Graph:
         fused, ops = self.fused, self.fused.decode_ops
         x = ops.embed(self.token, fused.embedding)
         rotation = ops.rotation(self.cos, self.sin, self.position)
-        for layer, prefix, suffix in zip(fused.layers, self.prefix, self.suffix):
+        for number, (prefix, suffix) in enumerate(zip(self.prefix, self.suffix)):
             cache = TokenCache(
                 *prefix, *suffix, pad=self.pad, own_pad=self.own_pad, done=self.done, slot=self.slot
             )
             attention, parts = partial(ops.attend, cache), ops.parts(cache)
-            weights = layer.both_loras if self.num_loras > 1 else layer.copied
-            x = decoder_layer(x, weights, rotation, attention, parts)
+            with fused.gathered(number, then=number + 1, num_loras=self.num_loras) as weights:
+                x = decoder_layer(x, weights, rotation, attention, parts)
         residual, normed = ops.final(x, fused.final_norm)
         return residual if fused.before_norm else normed, normed
 

@@ -4,6 +4,9 @@ Of layers in shards (--fsdp) the matrices are copies, made when a layer is gathe
 gathered, this rank's shards do not exist beside them: the last layers' matrices lie in their
 memory.
 
+Of quantised layers (--quantize_base) there is one layer's matrices at a time, in memory that all
+layers share: each use of a layer dequantises it.
+
 Linears that read one input are one product. Of [Wq; Wk; Wv; Aq; Ak; Av] the W are the model's
 frozen weights, of which there is one copy in memory; the rows of the LoRA are copied in from the
 live float32 parameters, of whatever role is active, by `refresh`. Only forwards that autograd
@@ -15,6 +18,7 @@ Letters: r LoRA rank, k linears of one input, D head size, V vocabulary, C width
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 import torch._functorch.config
@@ -24,6 +28,7 @@ from torch import nn
 from rl_train.distributed.fsdp import ShardedLayers, own_rows
 from rl_train.engine import decode_torch, layer_vjp, layers
 from rl_train.engine.families import Family, family_of
+from rl_train.engine.quantize import QuantizedLinear
 
 ALIGNMENT = 256  # numbers; of matrices in the shards' memory, as torch aligns its own
 
@@ -35,6 +40,8 @@ class FusedLinears:
         modules: the linears.
         sharded: whether their weights are in shards: then there is a matrix from `fill` to `free`.
 
+    Quantised ones are filled once they have `memory`; `dequantize` makes their matrix.
+
     Attributes:
         sources, targets: A, B of the first linear, of the second, ..: parameters and their copies.
         second_targets: likewise of the second LoRA.
@@ -42,7 +49,9 @@ class FusedLinears:
             themselves, or their copies.
         both_loras: as `copied`, with both LoRAs.
         sizes: outputs of each linear.
-        memory: where the matrix lies while all layers in shards are gathered; None: anywhere.
+        memory: where the matrix lies while all layers in shards are gathered; None: anywhere. Of
+            quantised linears the memory that they share with those of other layers.
+        lora_a: of quantised linears the A of one or two LoRAs (rows, inputs), the matrix's last.
     """
 
     def __init__(self, modules: list[nn.Module], sharded: bool = False):
@@ -50,10 +59,12 @@ class FusedLinears:
         self.loras = [_lora(module) for module in modules if isinstance(module, LoraLinear)]
         self.sources, self.sharded = [p for lora in self.loras for p in lora[:2]], sharded
         self.sizes = [base.out_features for base in self.bases]
+        self.is_quantized = isinstance(self.bases[0], QuantizedLinear)
         self.memory: torch.Tensor | None = None
+        self.lora_a: torch.Tensor | None = None
         self.has_second = False
         self.free()
-        if not sharded:
+        if not sharded and not self.is_quantized:
             self.fill()
 
     def free(self):
@@ -78,11 +89,18 @@ class FusedLinears:
         self.targets, self.second_targets = [], []
         bases, loras, sizes, views = self.bases, self.loras, self.sizes, not self.sharded
         scaling, outputs = loras[0][2] if loras else 0.0, sum(sizes)
-        new, rank = bases[0].weight.new_zeros, len(loras[0][0]) if loras else 0
+        dtype = bases[0].dtype if self.is_quantized else bases[0].weight.dtype
+        new = partial(torch.zeros, dtype=dtype, device=bases[0].weight.device)
+        rank, inputs = len(loras[0][0]) if loras else 0, bases[0].in_features
         num_loras, with_lora = 2 if self.has_second else 1, outputs + rank * len(loras)
-        a = new(num_loras * rank * len(loras), bases[0].in_features)
+        a = new(num_loras * rank * len(loras), inputs)
         # (outputs + k*r, inputs), and k*r more rows of the second LoRA
-        weight, bias = _joined([base.weight for base in bases], a, views, memory), None
+        if self.is_quantized:
+            rows = outputs + len(a)
+            weight, self.lora_a = self.memory[: rows * inputs].view(rows, inputs), a
+        else:
+            weight = _joined([base.weight for base in bases], a, views, memory)
+        bias = None
         if any(base.bias is not None for base in bases):
             assert all(base.bias is not None for base in bases), "a bias on some linears only"
             # LoRA's A have no bias: zeros stand in their rows.
@@ -90,7 +108,7 @@ class FusedLinears:
         joined_b, rows_b = [None], [()] * num_loras
         if loras:
             joined_b = new(num_loras, outputs, rank)
-            rows_a = weight[outputs:].split(rank)
+            rows_a = (a if self.is_quantized else weight[outputs:]).split(rank)
             rows_b = [each.split(sizes) for each in joined_b]
             # Views: copying into them fills the matrices.
             for rows in zip(rows_a, rows_b[0]):
@@ -122,6 +140,13 @@ class FusedLinears:
             )
         else:
             self.both_loras = self.copied
+
+    def dequantize(self):
+        """Write the dequantised weights and LoRA's A to the memory that all layers share."""
+        *wholes, lora_a = self.both_loras.weight.split([*self.sizes, len(self.lora_a)])
+        for base, whole in zip(self.bases, wholes):
+            base.dequantize(out=whole)
+        lora_a.copy_(self.lora_a)
 
     def shards(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return of each weight this rank's shard and a copy of the same rows of the matrix."""
@@ -157,6 +182,17 @@ class FusedLayer:
         self.linears = [FusedLinears(_modules(layer, names), sharded) for names in family.linears]
         self.sources = [source for group in self.linears for source in group.sources]
         self.qkv_sizes = self.linears[0].sizes
+        self._collect()
+
+    def dequantize(self):
+        """Make the matrices of quantised linears, in the place of another layer's."""
+        for group in self.linears:
+            group.dequantize()
+
+    def fill(self):
+        """Call `FusedLinears.fill` of all groups and take over what they have."""
+        for group in self.linears:
+            group.fill()
         self._collect()
 
     def gather(self, with_all: bool = False):
@@ -207,8 +243,7 @@ class FusedLayer:
         """Make the matrices anew with room for a second LoRA, and return its tensors."""
         for group in self.linears:
             group.has_second = True
-            group.fill()
-        self._collect()
+        self.fill()
         return [target for group in self.linears for target in group.second_targets]
 
 
@@ -233,7 +268,8 @@ class FusedModel:
         sharded: its layers, if they are in shards.
 
     Attributes:
-        is_whole: whether the matrices of all layers are there.
+        is_whole: whether no layer is in shards, or all are gathered.
+        is_quantized: whether the layers' linears are.
         second_targets: copies of the LoRA that `hold_lora` keeps; None: never called.
     """
 
@@ -253,6 +289,9 @@ class FusedModel:
         self.embedding = model.embed_tokens.weight.data  # (V, C)
         self.is_sharded, self.is_whole = sharded is not None, sharded is None
         self.layers = [FusedLayer(layer, self.family, self.is_sharded) for layer in model.layers]
+        self.is_quantized = self.layers[0].linears[0].is_quantized
+        if self.is_quantized:
+            self._share_memory()
         self.shard_memory = sharded.pack() if sharded else None
         if self.shard_memory is not None:
             bases = [
@@ -308,6 +347,20 @@ class FusedModel:
         address = None if self.is_sharded else _base(module).weight.data_ptr()
         return id(module), address, *lora
 
+    def _share_memory(self):
+        """Give quantised layers memory in which one layer's matrices lie at a time.
+
+        It has room for a second LoRA.
+        """
+        for groups in zip(*(layer.linears for layer in self.layers)):  # the same of all layers
+            shapes = [(group.shape, sum(group.sizes)) for group in groups]
+            numbers = max((2 * rows - outputs) * inputs for (rows, inputs), outputs in shapes)
+            memory = self.embedding.new_empty(numbers)
+            for group in groups:
+                group.memory = memory
+        for layer in self.layers:
+            layer.fill()
+
     def _lend(self, memory: torch.Tensor):
         """Let the last layers' matrices, as many as fit, lie in the memory of this rank's shards.
 
@@ -347,16 +400,19 @@ class FusedModel:
         return [tensor.data_ptr() for tensor in tensors]
 
     @contextlib.contextmanager
-    def gathered(self, number: int, then: int) -> Iterator[layers.Layer]:
+    def gathered(self, number: int, then: int, num_loras: int = 1) -> Iterator[layers.Layer]:
         """Context in which the copied weights of a layer are there.
 
         Args:
             then: number of the layer that is needed next; beyond the layers: none.
+            num_loras: 2: with the LoRA that is held too.
         """
         layer = self.layers[number]
-        if not self.is_whole:
+        if self.is_quantized:
+            layer.dequantize()
+        elif not self.is_whole:
             self._gather(number, then)
-        yield layer.copied
+        yield layer.both_loras if num_loras > 1 else layer.copied
         if not self.is_whole:
             layer.free()
 
@@ -452,10 +508,13 @@ def unsupported(language_model: nn.Module) -> str | None:
     if type(head) is not nn.Linear or type(model.embed_tokens) is not nn.Embedding:
         return "lm_head or embed_tokens is not plain"
     groups = [[_modules(layer, names) for names in family.linears] for layer in model.layers]
-    linears = [module for layer in groups for group in layer for module in group]
-    others = {type(base).__name__ for base in map(_base, linears) if type(base) is not nn.Linear}
+    bases = [_base(module) for layer in groups for group in layer for module in group]
+    kinds = {type(base) for base in bases}
+    others = {kind.__name__ for kind in kinds - {nn.Linear, QuantizedLinear}}
     if others:
         return f"it has linears of another kind: {', '.join(sorted(others))}"
+    if len(kinds) > 1:
+        return "only some of its linears are quantised"
     # The decode step adds a bias to q, k and v alone.
     others = [module for layer in groups for group in layer[1:] for module in group]
     if any(_base(module).bias is not None for module in others):
@@ -465,7 +524,10 @@ def unsupported(language_model: nn.Module) -> str | None:
     # Frozen weights get no gradient here, so a trainable one would silently not learn.
     if any(parameter.requires_grad for parameter in base):
         return "its base weights train"
-    placements = {(parameter.dtype, parameter.device) for parameter in base}
+    quantized = [linear for linear in bases if type(linear) is QuantizedLinear]
+    packed = {id(parameter) for linear in quantized for parameter in (linear.weight, linear.scale)}
+    placements = {(p.dtype, p.device) for p in base if id(p) not in packed}
+    placements |= {(linear.dtype, linear.weight.device) for linear in quantized}
     if len(placements) > 1 or base[0].dtype not in (torch.float32, torch.bfloat16):
         return (
             f"its weights are {', '.join(f'{dtype} on {device}' for dtype, device in placements)}"

@@ -39,7 +39,8 @@ def hidden_states(
         cache: list that receives the keys and values of each layer, [(m, K, D), (m, K, D)].
     """
     functions = fused.functions
-    recompute = gradient_checkpointing and torch.is_grad_enabled()
+    # The matrices of a quantised layer are gone when the next one's are made.
+    recompute = torch.is_grad_enabled() and (gradient_checkpointing or fused.is_quantized)
     with_gradient = torch.is_grad_enabled() and not recompute  # autograd inside each layer
     if not with_gradient:
         fused.refresh()  # copies of the LoRA make fewer, larger products
@@ -67,14 +68,15 @@ def hidden_states(
                     fused, number, rotation, runs, residual, *layer.sources
                 )
             else:
-                weights = layer.live if with_gradient else layer.copied
-                mark_rows_dynamic(residual)
-                q, k, v = functions.before_attention(residual, weights, rotation)
-                if cache is not None:
-                    cache.append([k, v])
-                mixed = varlen_attention.Attention.apply(q, k, v, runs)
-                mark_rows_dynamic(residual, mixed)
-                residual = functions.after_attention(residual, mixed, weights)
+                with fused.gathered(number, then=number + 1) as copied:
+                    weights = layer.live if with_gradient else copied
+                    mark_rows_dynamic(residual)
+                    q, k, v = functions.before_attention(residual, weights, rotation)
+                    if cache is not None:
+                        cache.append([k, v])
+                    mixed = varlen_attention.Attention.apply(q, k, v, runs)
+                    mark_rows_dynamic(residual, mixed)
+                    residual = functions.after_attention(residual, mixed, weights)
             if number < len(deepstack):
                 residual = residual + deepstack[number]
         if not fused.before_norm:

@@ -1,9 +1,11 @@
-"""Linears whose frozen weights are kept in 4 or 8 bits, as in QLoRA, by bitsandbytes.
+"""Linears whose frozen weights are kept in 4 or 8 bits, as in QLoRA.
 
 A weight is dequantised at each use and again in the backward, so sampling, scoring and the gradient
 read the same numbers. bitsandbytes' own linears do not: its 8-bit one rounds inputs to int8 too,
-its 4-bit one uses another kernel where no gradient is asked.
+its 4-bit one uses another kernel where no gradient is asked. So of bitsandbytes NF4 alone is used.
 """
+
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -37,12 +39,17 @@ class QuantizedLinear(nn.Linear):
         self.scale = nn.Parameter(scale, requires_grad=False)
         self.bias = linear.bias
 
-    def dequantize(self) -> torch.Tensor:
-        """Return the weight (out, in) as the product reads it."""
-        if self.choice == "4bit":
-            shape = torch.Size((self.out_features, self.in_features))
-            return _from_nf4(self.weight, self.scale, shape, self.dtype)
-        return _from_int8(self.weight, self.scale, self.dtype)
+    def dequantize(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the weight (out, in) as the product reads it, written to `out` if that is given.
+
+        Args: out: (out, in), contiguous and of the product's dtype.
+        """
+        if out is None:
+            shape = (self.out_features, self.in_features)
+            out = torch.empty(shape, dtype=self.dtype, device=self.weight.device)
+        from_bits = _from_nf4 if self.choice == "4bit" else _from_int8
+        from_bits(self.weight, self.scale, out)
+        return out
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Under autocast a norm's output may be float32, which an nn.Linear would round alike.
@@ -82,31 +89,41 @@ def require_library(flag: str):
         ) from error
 
 
-# bitsandbytes is imported where it is used, as it is an extra.
-
-
 def _to_nf4(weight):
-    from bitsandbytes.functional import quantize_4bit
+    from bitsandbytes.functional import quantize_4bit  # of an extra
 
     packed, state = quantize_4bit(weight, blocksize=BLOCK, quant_type="nf4")
     return packed, state.absmax
 
 
-def _from_nf4(packed, scale, shape, dtype):
+def _from_nf4(packed, scale, out):
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
-    state = QuantState(scale, shape=shape, dtype=dtype, blocksize=BLOCK, quant_type="nf4")
-    return dequantize_4bit(packed, state)
+    state = QuantState(scale, shape=out.shape, dtype=out.dtype, blocksize=BLOCK, quant_type="nf4")
+    if out.is_cuda:
+        dequantize_4bit(packed, state, out=out)
+    else:  # where it can't write to `out`
+        out.copy_(dequantize_4bit(packed, state))
 
 
 def _to_int8(weight):
-    from bitsandbytes.functional import int8_vectorwise_quant
+    weight = weight.float()
+    scale = weight.abs().amax(1) / 127  # (out,)
+    # A row of zeros has scale 0, by which it can't be divided.
+    divisor = torch.where(scale > 0, scale, 1.0)[:, None]
+    return (weight / divisor).round().to(torch.int8), scale
 
-    packed, scale, _ = int8_vectorwise_quant(weight.half())  # it takes float16 alone
-    return packed, scale
+
+def _from_int8(packed, scale, out):
+    multiply = _compiled_multiply() if out.is_cuda else _multiply
+    multiply(packed, scale, out)
 
 
-def _from_int8(packed, scale, dtype):
-    from bitsandbytes.functional import int8_vectorwise_dequant
+def _multiply(packed, scale, out):
+    out.copy_(packed * scale[:, None])  # in float32, rounded once
 
-    return int8_vectorwise_dequant(packed, scale).to(dtype)
+
+@cache
+def _compiled_multiply():
+    """Return `_multiply` as one kernel, without the float32 product in memory."""
+    return torch.compile(_multiply, dynamic=True)

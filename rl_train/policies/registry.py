@@ -54,8 +54,8 @@ def check_model(config: PolicyConfig, tasks: dict[str, str]):
                 f"{config.model_path} is of {family.name}"
             )
     family.check(config)
-    if config.quantize_base:
-        quantize.require_library(f"--quantize_base {config.quantize_base}")
+    if config.quantize_base == "4bit":
+        quantize.require_library("--quantize_base 4bit")
 
 
 def build_policy(

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 
 from rl_train.distributed.fsdp import held_bytes
+from rl_train.engine.quantize import QuantizedLinear
 from rl_train.policies.base import Policy
 from rl_train.roles import COPIES
 
@@ -21,6 +22,8 @@ def standing_memory(
         copies = ()
     weights = sum(parameter.nbytes for parameter in policy.trainable.values())
     base = {"frozen base": held_bytes(policy.model.parameters()) - weights}
+    if policy.device.type == "cuda" and (largest := largest_dequantized_layer(policy)):
+        base["a layer's dequantised weights"] = largest
     if policy.engine.sharded:
         sharded = policy.engine.sharded
         # Gathered layers take the place of the rank's part of them, see `ShardedLayers.memory`.
@@ -32,3 +35,16 @@ def standing_memory(
     moments = 0.5 if "adamw_8bit" in low_memory else 2
     trained |= {"optimizer": moments, "gradients": 1}
     return base | {part: int(n * weights) for part, n in trained.items()}
+
+
+def largest_dequantized_layer(policy: Policy) -> int:
+    """Return the bytes of the LLM's largest layer once dequantised; 0 without --quantize_base."""
+    layers = policy.engine.language_model.model.layers
+    return max(
+        sum(
+            linear.out_features * linear.in_features * linear.dtype.itemsize
+            for linear in layer.modules()
+            if isinstance(linear, QuantizedLinear)
+        )
+        for layer in layers
+    )

@@ -7,7 +7,15 @@ import torch
 
 from rl_train.engine import Engine, decode, decode_torch, packing
 from tests.engine.test_decode import STOP, beginning_alike
-from tests.engine.tiny import assert_same, fast, prompts, slow, tiny_llm, trained
+from tests.engine.tiny import (
+    assert_same,
+    fast,
+    prompts,
+    quantized_llm,
+    slow,
+    tiny_llm,
+    trained,
+)
 
 STEPS = 20
 
@@ -119,6 +127,12 @@ def test_what_does_not_fit_is_sampled_alone(sizes, monkeypatch):
     check(engine, prompts(model), sampled(3), inputs, longer, sizes, [(4, 1), (1, 1)])
     monkeypatch.setattr(decode, "memory_of", lambda device: 1e6)  # bytes: the cache may not grow
     check(engine, prompts(model), sampled(3), inputs, written(), sizes, [(4, 1), (1, 1)])
+
+
+def test_of_quantised_layers(choice, sizes):
+    engine = Engine(quantized_llm(choice), pad_id=1)
+    inputs = prompts(engine.language_model, (8, 6, 7), seed=5)
+    check(engine, prompts(engine.language_model), sampled(3), inputs, written(), sizes, [(1, 2)])
 
 
 def test_without_a_lora(sizes):

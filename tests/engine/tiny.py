@@ -8,6 +8,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import Qwen2ForCausalLM
 
 from rl_train.engine import Engine, StopText, hf_backend
+from rl_train.engine.quantize import quantize_linears
 from rl_train.engine.sampling import sample_token
 
 DEMO = Path(__file__).parents[2] / "tools" / "demo" / "checkpoint"  # has a tokenizer
@@ -29,9 +30,22 @@ def tiny_llm(lora_r=4, dtype=torch.float32, device="cpu", seed=0, kind=Qwen2ForC
     torch.manual_seed(seed)
     model = kind(kind.config_class(**SIZES | sizes)).to(device, dtype).requires_grad_(False)
     if lora_r:
-        get_peft_model(model, LoraConfig(r=lora_r, lora_alpha=2 * lora_r, target_modules=LINEARS))
-        train_lora(model)
+        attach_tiny_lora(model, lora_r)
     return model.eval()
+
+
+def attach_tiny_lora(model, lora_r):
+    get_peft_model(model, LoraConfig(r=lora_r, lora_alpha=2 * lora_r, target_modules=LINEARS))
+    train_lora(model)
+
+
+def quantized_llm(choice, lora_r=4, **sizes):
+    """`tiny_llm` of three layers, whose linears are quantised before their LoRA comes."""
+    llm = tiny_llm(lora_r=0, num_hidden_layers=3, **sizes)
+    quantize_linears(llm.model.layers, choice, llm.lm_head.weight.device)
+    if lora_r:
+        attach_tiny_lora(llm, lora_r)
+    return llm
 
 
 def train_lora(model, std=0.05):
