@@ -70,12 +70,14 @@ def hidden_states(
             else:
                 with fused.gathered(number, then=number + 1) as copied:
                     weights = layer.live if with_gradient else copied
-                    mark_rows_dynamic(residual)
+                    # With autograd the first layer's input may need no gradient, as the others' do.
+                    is_first = number == 0 or with_gradient
+                    _mark(is_first, residual)
                     q, k, v = functions.before_attention(residual, weights, rotation)
                     if cache is not None:
                         cache.append([k, v])
                     mixed = varlen_attention.Attention.apply(q, k, v, runs)
-                    mark_rows_dynamic(residual, mixed)
+                    _mark(is_first, residual, mixed)
                     residual = functions.after_attention(residual, mixed, weights)
             if number < len(deepstack):
                 residual = residual + deepstack[number]
@@ -86,6 +88,15 @@ def hidden_states(
         shape = *embeds.shape[:2], width
         slots = residual.new_zeros(shape).flatten(0, 1)
         return slots.index_copy(0, runs.slots, residual).view(shape)
+
+
+def _mark(is_first, *tensors):
+    """Call `mark_rows_dynamic` in the layer that computes first.
+
+    A function is compiled for all layers when the first one calls it, and a mark takes 10 us.
+    """
+    if is_first:
+        mark_rows_dynamic(*tensors)
 
 
 class _Checkpoint(torch.autograd.Function):
@@ -108,12 +119,12 @@ class _Checkpoint(torch.autograd.Function):
         functions = fused.functions
         residual = residual.detach()  # as in the backward: one graph for all layers
         with fused.gathered(number, then=number + 1) as layer:
-            mark_rows_dynamic(residual)
+            _mark(number == 0, residual)
             q, k, v = functions.before_attention(residual, layer, rotation)
             attended = varlen_attention.attend(q, k, v, runs)
             del q, k, v  # freed before the MLP, the layer's peak of memory
             mixed = attended[0]
-            mark_rows_dynamic(residual, mixed)
+            _mark(number == 0, residual, mixed)
             out = functions.after_attention(residual, mixed, layer)
         ctx.save_for_backward(*lora, residual, *attended)
         ctx.fused, ctx.number, ctx.rotation, ctx.runs = fused, number, rotation, runs
@@ -130,13 +141,13 @@ class _Checkpoint(torch.autograd.Function):
             "another LoRA came into use between a checkpointed forward and its backward"
         )
         fused.follow()  # forwards of other roles may have run in between
-        rotation, mixed = ctx.rotation, attended[0]
+        rotation, mixed, is_first = ctx.rotation, attended[0], ctx.number == len(fused.layers) - 1
         with fused.gathered(ctx.number, then=ctx.number - 1) as layer:
-            mark_rows_dynamic(d, residual, mixed)
+            _mark(is_first, d, residual, mixed)
             # Backward through the MLP and the output projection, without their forward.
             d, d_mixed, *by_rest = functions.after_attention_vjp(d, residual, mixed, layer)
             q, k, v = functions.before_attention(residual, layer, rotation)
             by_heads = varlen_attention.attend_vjp(d_mixed, q, k, v, ctx.runs, *attended)
-            mark_rows_dynamic(d, *by_heads)
+            _mark(is_first, d, *by_heads)
             d, *by_qkv = functions.before_attention_vjp(d, by_heads, residual, layer, rotation)
         return None, None, None, None, d, *by_qkv, *by_rest  # in the order of forward's inputs
