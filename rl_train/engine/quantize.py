@@ -5,8 +5,6 @@ read the same numbers. bitsandbytes' own linears do not: its 8-bit one rounds in
 its 4-bit one uses another kernel where no gradient is asked. So of bitsandbytes NF4 alone is used.
 """
 
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -115,15 +113,9 @@ def _to_int8(weight):
 
 
 def _from_int8(packed, scale, out):
-    multiply = _compiled_multiply() if out.is_cuda else _multiply
-    multiply(packed, scale, out)
+    if out.is_cuda:
+        from rl_train.engine.quantize_triton import multiply
 
-
-def _multiply(packed, scale, out):
-    out.copy_(packed * scale[:, None])  # in float32, rounded once
-
-
-@cache
-def _compiled_multiply():
-    """Return `_multiply` as one kernel, without the float32 product in memory."""
-    return torch.compile(_multiply, dynamic=True)
+        multiply(packed, scale, out)
+    else:
+        out.copy_(packed * scale[:, None])  # in float32, rounded once

@@ -61,6 +61,17 @@ def test_linears_of_which_some_are_quantised_take_the_modules(choice):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", [(7, 3), (1024, 5), (2500, 130)])
+def test_a_gpu_dequantises_to_the_same_bits(sizes, dtype):
+    linear = torch.nn.Linear(*sizes, dtype=dtype).requires_grad_(False)
+    quantized = QuantizedLinear(linear, "8bit", "cuda")
+    on_gpu = quantized.dequantize().cpu()
+    assert torch.equal(on_gpu, quantized.cpu().dequantize())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_a_gpu(choice, monkeypatch):
     """A token's CUDA graph dequantises each layer, by weights that it reads anew at each use."""
     sizes = dict(hidden_size=256, intermediate_size=352, num_attention_heads=8)
