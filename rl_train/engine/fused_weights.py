@@ -1,5 +1,7 @@
 """Weights of a decoder LLM as few matrices, of which its parameters are views while in use.
 
+Quantised parameters stay as they are: see the end.
+
 Of layers in shards (--fsdp) the matrices are copies, made when a layer is gathered. While all are
 gathered, this rank's shards do not exist beside them: the last layers' matrices lie in their
 memory.
@@ -40,18 +42,20 @@ class FusedLinears:
         modules: the linears.
         sharded: whether their weights are in shards: then there is a matrix from `fill` to `free`.
 
-    Quantised ones are filled once they have `memory`; `dequantize` makes their matrix.
+    Quantised ones are filled once they have `memory`. Then their matrix is a view of it, which
+    holds their weights from `dequantize` until another layer's.
 
     Attributes:
         sources, targets: A, B of the first linear, of the second, ..: parameters and their copies.
         second_targets: likewise of the second LoRA.
         live, copied: the linears as `layers.linear` takes them; their LoRA is the parameters
-            themselves, or their copies.
+            themselves, or their copies. Of quantised linears `live` is not used.
         both_loras: as `copied`, with both LoRAs.
         sizes: outputs of each linear.
         memory: where the matrix lies while all layers in shards are gathered; None: anywhere. Of
             quantised linears the memory that they share with those of other layers.
-        lora_a: of quantised linears the A of one or two LoRAs (rows, inputs), the matrix's last.
+        lora_a: of quantised linears their own copies of the A of one or two LoRAs (rows, inputs),
+            which `dequantize` writes behind the weights.
     """
 
     def __init__(self, modules: list[nn.Module], sharded: bool = False):
@@ -74,17 +78,17 @@ class FusedLinears:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of the matrix."""
+        """Shape of the matrix with one LoRA."""
         rank_sum = sum(len(lora[0]) for lora in self.loras)
         return sum(self.sizes) + rank_sum, self.bases[0].in_features
 
     def fill(self, memory: torch.Tensor | None = None):
-        """Make the matrix and copy the LoRA in use into it.
+        """Make the matrix and copy the LoRA in use into it, of quantised linears into `lora_a`.
 
-        Unless the weights are in shards, the parameters become views of it.
+        The parameters become views of it, unless the weights are in shards or quantised.
 
         Args:
-            memory: where to; None: into new memory.
+            memory: where to; None: into new memory. Of quantised linears it is their `memory`.
         """
         self.targets, self.second_targets = [], []
         bases, loras, sizes, views = self.bases, self.loras, self.sizes, not self.sharded
@@ -190,7 +194,7 @@ class FusedLayer:
             group.dequantize()
 
     def fill(self):
-        """Call `FusedLinears.fill` of all groups and take over what they have."""
+        """Call `FusedLinears.fill` of all groups and collect their matrices."""
         for group in self.linears:
             group.fill()
         self._collect()
@@ -269,7 +273,7 @@ class FusedModel:
 
     Attributes:
         is_whole: whether no layer is in shards, or all are gathered.
-        is_quantized: whether the layers' linears are.
+        is_quantized: whether the layers' linears are quantised.
         second_targets: copies of the LoRA that `hold_lora` keeps; None: never called.
     """
 
@@ -344,8 +348,12 @@ class FusedModel:
         module, lora = self.model.layers[0].get_submodule(self.family.qkv[0]), ()
         if isinstance(module, LoraLinear):
             lora = (module.merged, module.disable_adapters, tuple(module.active_adapters))
-        address = None if self.is_sharded else _base(module).weight.data_ptr()
-        return id(module), address, *lora
+        if self.is_sharded:
+            return id(module), None, *lora
+        base = _base(module)
+        # A cast does not move packed weights, but their scales.
+        weight = base.scale if self.is_quantized else base.weight
+        return id(module), weight.data_ptr(), *lora
 
     def _share_memory(self):
         """Give quantised layers memory in which one layer's matrices lie at a time.
@@ -353,8 +361,11 @@ class FusedModel:
         It has room for a second LoRA.
         """
         for groups in zip(*(layer.linears for layer in self.layers)):  # the same of all layers
-            shapes = [(group.shape, sum(group.sizes)) for group in groups]
-            numbers = max((2 * rows - outputs) * inputs for (rows, inputs), outputs in shapes)
+            numbers = 0
+            for group in groups:
+                rows, inputs = group.shape
+                rows_of_a = rows - sum(group.sizes)
+                numbers = max(numbers, (rows + rows_of_a) * inputs)
             memory = self.embedding.new_empty(numbers)
             for group in groups:
                 group.memory = memory
@@ -401,7 +412,9 @@ class FusedModel:
 
     @contextlib.contextmanager
     def gathered(self, number: int, then: int, num_loras: int = 1) -> Iterator[layers.Layer]:
-        """Context in which the copied weights of a layer are there.
+        """Context in which a layer's weights with copies of the LoRA are there.
+
+        Those of a quantised layer are gone at the next call.
 
         Args:
             then: number of the layer that is needed next; beyond the layers: none.

@@ -31,15 +31,15 @@ def hidden_states(
 
     They are those after the final norm, or before it if `fused.before_norm`.
 
-    They carry gradient to embeds and LoRA. Without gradient, or with checkpointing, the copies of
-    the LoRA in the fused matrices are refreshed.
+    They carry gradient to embeds and LoRA. Without gradient, or where layers are recomputed, the
+    copies of the LoRA in the fused matrices are refreshed.
 
     Args:
         embeds: (P, S, W), W = C or more: the rest is added to the states behind the first layers.
         cache: list that receives the keys and values of each layer, [(m, K, D), (m, K, D)].
     """
     functions = fused.functions
-    # The matrices of a quantised layer are gone when the next one's are made.
+    # Autograd can't keep a quantised layer's matrices, in whose place the next layer's are made.
     recompute = torch.is_grad_enabled() and (gradient_checkpointing or fused.is_quantized)
     with_gradient = torch.is_grad_enabled() and not recompute  # autograd inside each layer
     if not with_gradient:
@@ -70,7 +70,8 @@ def hidden_states(
             else:
                 with fused.gathered(number, then=number + 1) as copied:
                     weights = layer.live if with_gradient else copied
-                    # With autograd the first layer's input may need no gradient, as the others' do.
+                    # With autograd the second layer may compile anew: unlike the first one's, its
+                    # input needs a gradient.
                     is_first = number == 0 or with_gradient
                     _mark(is_first, residual)
                     q, k, v = functions.before_attention(residual, weights, rotation)
@@ -93,7 +94,7 @@ def hidden_states(
 def _mark(is_first, *tensors):
     """Call `mark_rows_dynamic` in the layer that computes first.
 
-    A function is compiled for all layers when the first one calls it, and a mark takes 10 us.
+    Layers of the same shapes share what the first one's calls compile, and a mark takes 10 us.
     """
     if is_first:
         mark_rows_dynamic(*tensors)

@@ -2,7 +2,7 @@
 
 A weight is dequantised at each use and again in the backward, so sampling, scoring and the gradient
 read the same numbers. bitsandbytes' own linears do not: its 8-bit one rounds inputs to int8 too,
-its 4-bit one uses another kernel where no gradient is asked. So of bitsandbytes NF4 alone is used.
+its 4-bit one uses another kernel where no gradient is asked. So only its packing to NF4 is used.
 """
 
 import torch

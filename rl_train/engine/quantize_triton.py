@@ -1,10 +1,13 @@
-"""Dequantisation of int8 weights in Triton: what torch.compile makes divides an index a number."""
+"""Dequantisation of int8 weights in Triton.
+
+A program has one row: the kernel that torch.compile makes divides each number's index by the width.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
-COLUMNS = 1024  # that a program reads together
+COLUMNS = 1024  # that a program reads at a time
 
 
 @triton.jit

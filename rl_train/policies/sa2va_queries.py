@@ -21,7 +21,7 @@ from sa2va_hf.prompts import SEGMENT
 from sa2va_hf.to_device import to_device
 
 ROWS_AT_ONCE = 64  # rows of one forward of the teacher
-REGIONS_AT_ONCE = 16  # masks whose region cells are computed in one call
+REGION_PIXELS_AT_ONCE = 2**24  # of the masks whose region cells are computed in one call
 UPSAMPLED_AT_ONCE = 2**26  # float32 logits (256 MB) of the masks that are upsampled in one call
 # Tokens that a sampled text may have in a question, for each that it may have as an answer.
 CAPTION_TOKENS_FACTOR = 2
@@ -30,7 +30,10 @@ BLANK_SIDE, GREY = 448, 127  # pixels and value of the image without contents
 
 @dataclass
 class RowMasks:
-    """The mask of each row, and how sure SAM2 is of it."""
+    """The mask of each row, and how sure SAM2 is of it.
+
+    Masks of one size may lie in one storage, a row's own and that of its only [SEG] in one place.
+    """
 
     masks: list[torch.Tensor]  # (H, W) bool, empty without [SEG]
     confidence: list[float]  # `mask_confidence` of each mask, 0 without [SEG]
@@ -120,13 +123,16 @@ def upsampled_masks(
 ) -> torch.Tensor:
     """Return the (m, H, W) bool masks at `size` = (H, W) of m logits (256, 256).
 
-    `upsample_masks` takes as many in a call as UPSAMPLED_AT_ONCE allows, at SAM2's size and theirs.
+    `upsample_masks` takes as many in a call as UPSAMPLED_AT_ONCE allows, counting each at SAM2's
+    size and at `size`.
     """
     sam_size, (height, width) = policy.processor.sam_size, size
-    masks = [torch.zeros(0, height, width, dtype=torch.bool, device=policy.device)]
-    for part in chunks(logits, max(1, UPSAMPLED_AT_ONCE // (sam_size**2 + height * width))):
-        masks.append(upsample_masks(torch.stack(part), sam_size, size) > 0)
-    return torch.cat(masks)
+    masks = torch.empty(len(logits), height, width, dtype=torch.bool, device=policy.device)
+    at_once = max(1, UPSAMPLED_AT_ONCE // (sam_size**2 + height * width))
+    for part in chunks(range(len(logits)), at_once):
+        upsampled = upsample_masks(torch.stack([logits[k] for k in part]), sam_size, size)
+        torch.gt(upsampled, 0, out=masks[part.start : part.stop])
+    return masks
 
 
 def join(parts: list[RowMasks]) -> RowMasks:
@@ -212,12 +218,12 @@ def segment_model_captions(
 def region_grids(policy: Sa2VAPolicy, masks: list[torch.Tensor]) -> dict[int, torch.Tensor]:
     """Return {p: (g, g) bool region cells, on the CPU} of the masks[p] (H, W) that are not empty.
 
-    Those of one size are converted REGIONS_AT_ONCE at a time, since each takes several bytes a
-    pixel.
+    Those of one size are converted together, as many as REGION_PIXELS_AT_ONCE allows: a tiny
+    region takes four bytes a pixel of its image.
     """
     found = {}  # {p: (g, g) cells}
-    for rows in rows_by_size(mask.shape for mask in masks).values():
-        for part in chunks(rows, REGIONS_AT_ONCE):
+    for size, rows in rows_by_size(mask.shape for mask in masks).items():
+        for part in chunks(rows, max(1, REGION_PIXELS_AT_ONCE // size.numel())):
             cells = policy.processor.region_grid(torch.stack([masks[p] for p in part]))
             found |= dict(zip(part, cells))
     if not found:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 ON_TARGET = "on_target"  # reward component: 1 if a mask lies on the region and on no other, else 0
-PIXELS_AT_ONCE = 2**25  # of pairs of masks that are compared in one call, at up to 7 bytes each
+# Pixels of pairs of masks that are compared in one call. Each takes up to 7 bytes: both masks,
+# their intersection or union, and its int32 of the sum.
+PIXELS_AT_ONCE = 2**25
 
 
 def rows_by_size(sizes: Iterable[Hashable]) -> dict[Hashable, list[int]]:
@@ -100,7 +102,7 @@ def _batch_iou(pred: Tensor, target: Tensor, empty_value: float) -> Tensor:
 
 
 def _pair_counts(masks: Tensor, objects: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the pixels of intersection and union, both (G, K) int32.
+    """Return the pixels of each mask's intersection and union with each object, (G, K) int32 both.
 
     Args:
         masks: (G, H, W) bool, each of which is compared with each of objects: (K, H, W) bool.
@@ -108,7 +110,7 @@ def _pair_counts(masks: Tensor, objects: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: as in `mask_iou`.
     """
-    _check_masks(masks[:1].expand_as(objects), objects)
+    _check_masks(masks[:1], objects[:1])
     shared, areas = [], []  # (g, K) and (g,)
     # As many masks at a time as memory allows: (G, K, H, W) of large images take too much.
     for part in masks.split(_masks_at_once(objects.numel())):

@@ -52,6 +52,16 @@ def test_one_layers_matrices_exist_at_a_time(choice):
     assert all(torch.equal(value, before[name]) for name, value in llm.state_dict().items())
 
 
+def test_a_cast_without_release_is_an_error(choice):
+    llm = quantized_llm(choice)
+    engine = Engine(llm, pad_id=1)
+    with fast(engine):
+        engine.read(*prompts(llm))
+        llm.to(torch.bfloat16)
+        with pytest.raises(AssertionError, match="release"):
+            engine.read(*prompts(llm))
+
+
 def test_linears_of_which_some_are_quantised_take_the_modules(choice):
     llm = tiny_llm()
     lora = llm.model.layers[1].self_attn.q_proj

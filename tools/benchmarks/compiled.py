@@ -162,6 +162,7 @@ class CompiledGraph(Graph):
     def _capture(self, pool):
         fused, compile = self.fused, self.compile
         fused.refresh()
+        assert not fused.is_quantized, "its layers' matrices are not all there"
         self.layers = [layer_of(layer.copied) for layer in fused.layers]
         self.first, self.between, self.last = map(compile, (first, between, last))
         self.slots_and_bias = compile(slots_and_bias)

@@ -28,12 +28,15 @@ class Options(workload.Options):
 
 
 def base_bytes(state: RunState) -> int:
-    """Count bytes of the frozen base in bf16 and of what trainables need beside gradients."""
+    """Count bytes of the frozen base in bf16, or as quantised, and of trainables but gradients."""
     policy, banks = state.policy, state.roles.copies
-    named = policy.model.named_parameters()
-    frozen = sum(p.numel() for name, p in named if name not in policy.trainable)
+    frozen = 0
+    for name, parameter in policy.model.named_parameters():
+        if name not in policy.trainable:
+            packed = not parameter.is_floating_point()
+            frozen += parameter.nbytes if packed else 2 * parameter.numel()
     sets = 1 + 2 + len(banks)  # themselves, Adam's two states, the copies of other roles
-    return 2 * frozen + sets * standing_memory(policy, banks)["trainable weights"]
+    return frozen + sets * standing_memory(policy, banks)["trainable weights"]
 
 
 def measure(options: Options) -> dict:

@@ -33,10 +33,15 @@ class LanguageModel:
 
     def __init__(self, language_model: nn.Module):
         layers = language_model.model.layers
-        matrices = [(name, p) for name, p in layers.named_parameters() if p.ndim == 2]
-        self.lora = sum(p.numel() for name, p in matrices if "lora_" in name)
-        self.base = sum(p.numel() for name, p in matrices) - self.lora
-        # Numbers of weights; bf16 takes two bytes each.
+        # Of a linear, quantised or not, the weights that it multiplies by and the bytes it keeps.
+        linears = [module for module in layers.modules() if isinstance(module, nn.Linear)]
+        sizes = {linear: linear.out_features * linear.in_features for linear in linears}
+        lora = {
+            module for name, module in layers.named_modules() if "lora_" in name and module in sizes
+        }
+        self.lora = sum(sizes[linear] for linear in lora)
+        self.base = sum(sizes.values()) - self.lora
+        self.base_bytes = sum(linear.weight.nbytes for linear in linears if linear not in lora)
         self.head = language_model.lm_head.weight.numel()
         config, size = language_model.config, layers[0].self_attn.head_dim
         # numbers of a query in all layers, bytes of a token's keys and values
@@ -56,7 +61,7 @@ class LanguageModel:
 
     def read(self, slots: float) -> float:
         """Count bytes of a decoding step: weights but embeddings, keys and values in `slots`."""
-        return 2 * (self.base + self.lora + self.head) + self.slot * slots
+        return self.base_bytes + 2 * (self.lora + self.head) + self.slot * slots
 
 
 @dataclass(frozen=True)
