@@ -86,12 +86,15 @@ def test_regions_of_the_drawn_masks_are_found_once(model, batch, monkeypatch):
     """They serve the captions and the likelihoods."""
     task = task_of(model, 2, Roles(model.trainable), latent_std=1.0)
     rollout = roll(model, task, batch)
-    region_grid, masks = model.processor.region_grid, []
+    region_grid, seen = model.processor.region_grid, []
     monkeypatch.setattr(
-        model.processor, "region_grid", lambda mask: masks.append(mask) or region_grid(mask)
+        model.processor, "region_grid", lambda masks: seen.extend(masks) or region_grid(masks)
     )
     assert task.rewards(rollout).rewards["likelihood"].any()
-    assert equal(masks, rollout.latents.masks) and len(masks) == 8
+    drawn = rollout.latents.masks
+    sizes = dict.fromkeys(mask.shape for mask in drawn)
+    by_size = [mask for size in sizes for mask in drawn if mask.shape == size]
+    assert len(sizes) > 1 and len(seen) == 8 and equal(seen, by_size)
 
 
 def test_against_another_sample_s_target(model, batch):

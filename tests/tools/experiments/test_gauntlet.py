@@ -63,6 +63,25 @@ def test_as_a_user_runs_it(data, tmp_path, capsys, monkeypatch):
         gauntlet.main(shared)
 
 
+def test_an_interruption_keeps_the_checkpoints_that_are_measured(data, tmp_path, monkeypatch):
+    paths, opened = [CHECKPOINT, CHECKPOINT], []
+
+    def open_policy(*args, **settings):
+        if len(opened) == 1:
+            raise KeyboardInterrupt
+        opened.append(args)
+        return gauntlet.open_policy(*args, **settings)
+
+    args = gauntlet.build_parser().parse_args(argv(data, tmp_path / "out", "--loops", "1"))
+    args.model_path = paths
+    ranks = SimpleNamespace(device=torch.device("cpu"))
+    with pytest.raises(KeyboardInterrupt):
+        gauntlet.run(args, ranks, open_policy)
+    assert (tmp_path / "out" / "table.md").read_text().startswith("1 of 2 checkpoint(s), chosen")
+    (values,) = json.loads((tmp_path / "out" / "table.json").read_text())["loop1"]["values"]
+    assert len(values["greedy"]["iou"]) == 3
+
+
 def test_loop_1_is_measured_by_the_object_found_where_that_is_its_reward(data, tmp_path):
     """The rows' first measure is the one that fractions and the best of G are by."""
     asked = "--loops 1 --loop1_reward found --eval_samples 12 --num_generations 4"

@@ -8,7 +8,7 @@ Everything is chosen on regions of --data_dir and measured on held-out ones of -
 which are read only afterwards. A cause that takes more than half of the true reward's gain is
 marked: a loop that gains as much may have learnt no more than that (README.md beside this file).
 Several --model_path are checkpoints of one recipe: intervals over them stand beside those over
-regions. OUTPUT_DIR receives table.md and table.json.
+regions. OUTPUT_DIR receives table.md and table.json after each checkpoint, of those so far.
 """
 
 import argparse
@@ -162,8 +162,8 @@ def run(
     chosen_on, heldout = open_regions(args, opener_of(args.dataset, args.subsets))
     if args.without_places:
         chosen_on, heldout = without_places(chosen_on), without_places(heldout)
-    results = {loop: [] for loop in args.loops}
-    for path in args.model_path:
+    results, num_checkpoints = {loop: [] for loop in args.loops}, len(args.model_path)
+    for number, path in enumerate(args.model_path, 1):
         policy = open_policy(
             path,
             None,
@@ -176,12 +176,13 @@ def run(
         )
         for loop, result in results_of(policy, chosen_on, heldout, args).items():
             results[loop].append(result)
-    head = (
-        f"{len(args.model_path)} checkpoint(s), chosen on {len(chosen_on)} training regions, "
-        f"measured on {len(heldout)} held-out ones, G = {args.num_generations}."
-    )
-    text, record = report(results, head)
-    write(text, record, args)
+        head = (
+            f"{number} of {num_checkpoints} checkpoint(s), chosen on {len(chosen_on)} training "
+            f"regions, measured on {len(heldout)} held-out ones, G = {args.num_generations}."
+        )
+        text, record = report(results, head)
+        # An interruption keeps what is measured.
+        write(text, record, args)
 
 
 def main(argv: list[str] | None = None):

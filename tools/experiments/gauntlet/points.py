@@ -246,7 +246,7 @@ def run(args: argparse.Namespace, ranks: RankInfo):
         find_base(path, None, "--model_path", QwenVLPolicy.family)
     chosen_on, heldout = open_regions(args)
     results, options = [], read_flags(args, PointSegmentation.Options)
-    for path in args.model_path:
+    for number, path in enumerate(args.model_path, 1):
         policy = open_policy(
             path,
             None,
@@ -260,15 +260,17 @@ def run(args: argparse.Namespace, ranks: RankInfo):
         )
         task = PointSegmentation(options, TaskContext(policy, None, args.max_completion_length))
         results.append(result_of(task, chosen_on, heldout, args))
-    rows = summarise(results)
-    head = (
-        f"{len(results)} checkpoint(s), chosen on {len(chosen_on)} training regions, measured on "
-        f"{len(heldout)} held-out ones, G = {args.num_generations}."
-    )
-    table = markdown(TITLE, rows, MEASURES, len(results))
-    text = "\n\n".join([head, table, verdict(TITLE, rows)]) + "\n"
-    values = [{rival.name: rival.values for rival in result.rivals} for result in results]
-    write(text, dict(rows=rows, values=values), args)
+        rows = summarise(results)
+        head = (
+            f"{number} of {len(args.model_path)} checkpoint(s), chosen on {len(chosen_on)} "
+            f"training regions, measured on {len(heldout)} held-out ones, "
+            f"G = {args.num_generations}."
+        )
+        table = markdown(TITLE, rows, MEASURES, number)
+        text = "\n\n".join([head, table, verdict(TITLE, rows)]) + "\n"
+        values = [{rival.name: rival.values for rival in result.rivals} for result in results]
+        # An interruption keeps what is measured.
+        write(text, dict(rows=rows, values=values), args)
 
 
 def main(argv: list[str] | None = None):
