@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from rl_train.config.grpo_config import PolicyConfig
 from rl_train.data.loader import Batches
+from rl_train.engine.quantize import CHOICES
 from rl_train.policies.sa2va import TRAINABLE, Sa2VAPolicy
 from rl_train.policies.sa2va_inputs import Sa2VAPreprocessor
 from rl_train.rollout import Batch
@@ -154,3 +155,11 @@ def model(policy) -> Sa2VAPolicy:
 def images(model, batch):
     """Features of the four scenes."""
     return model.encode(batch)
+
+
+@pytest.fixture(params=CHOICES)
+def choice(request) -> str:
+    """A value of --quantize_base."""
+    if request.param == "4bit":
+        pytest.importorskip("bitsandbytes", reason="it is not installed (extra: quantize)")
+    return request.param

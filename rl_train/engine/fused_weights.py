@@ -361,12 +361,12 @@ class FusedModel:
         It has room for a second LoRA.
         """
         for groups in zip(*(layer.linears for layer in self.layers)):  # the same of all layers
-            numbers = 0
+            num_elements = 0
             for group in groups:
                 rows, inputs = group.shape
                 rows_of_a = rows - sum(group.sizes)
-                numbers = max(numbers, (rows + rows_of_a) * inputs)
-            memory = self.embedding.new_empty(numbers)
+                num_elements = max(num_elements, (rows + rows_of_a) * inputs)
+            memory = self.embedding.new_empty(num_elements)
             for group in groups:
                 group.memory = memory
         for layer in self.layers:

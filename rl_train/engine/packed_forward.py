@@ -70,15 +70,15 @@ def hidden_states(
             else:
                 with fused.gathered(number, then=number + 1) as copied:
                     weights = layer.live if with_gradient else copied
-                    # With autograd the second layer may compile anew: unlike the first one's, its
+                    # With autograd the second layer may compile too: unlike the first one's, its
                     # input needs a gradient.
-                    is_first = number == 0 or with_gradient
-                    _mark(is_first, residual)
+                    may_compile = number == 0 or with_gradient
+                    _mark(may_compile, residual)
                     q, k, v = functions.before_attention(residual, weights, rotation)
                     if cache is not None:
                         cache.append([k, v])
                     mixed = varlen_attention.Attention.apply(q, k, v, runs)
-                    _mark(is_first, residual, mixed)
+                    _mark(may_compile, residual, mixed)
                     residual = functions.after_attention(residual, mixed, weights)
             if number < len(deepstack):
                 residual = residual + deepstack[number]
@@ -91,12 +91,12 @@ def hidden_states(
         return slots.index_copy(0, runs.slots, residual).view(shape)
 
 
-def _mark(is_first, *tensors):
-    """Call `mark_rows_dynamic` in the layer that computes first.
+def _mark(may_compile, *tensors):
+    """Call `mark_rows_dynamic` if the layer that computes next may compile.
 
     Layers of the same shapes share what the first one's calls compile, and a mark takes 10 us.
     """
-    if is_first:
+    if may_compile:
         mark_rows_dynamic(*tensors)
 
 
@@ -142,13 +142,14 @@ class _Checkpoint(torch.autograd.Function):
             "another LoRA came into use between a checkpointed forward and its backward"
         )
         fused.follow()  # forwards of other roles may have run in between
-        rotation, mixed, is_first = ctx.rotation, attended[0], ctx.number == len(fused.layers) - 1
+        rotation, mixed = ctx.rotation, attended[0]
+        may_compile = ctx.number == len(fused.layers) - 1  # the first in a backward
         with fused.gathered(ctx.number, then=ctx.number - 1) as layer:
-            _mark(is_first, d, residual, mixed)
+            _mark(may_compile, d, residual, mixed)
             # Backward through the MLP and the output projection, without their forward.
             d, d_mixed, *by_rest = functions.after_attention_vjp(d, residual, mixed, layer)
             q, k, v = functions.before_attention(residual, layer, rotation)
             by_heads = varlen_attention.attend_vjp(d_mixed, q, k, v, ctx.runs, *attended)
-            _mark(is_first, d, *by_heads)
+            _mark(may_compile, d, *by_heads)
             d, *by_qkv = functions.before_attention_vjp(d, by_heads, residual, layer, rotation)
         return None, None, None, None, d, *by_qkv, *by_rest  # in the order of forward's inputs

@@ -22,7 +22,7 @@ from sa2va_hf.to_device import to_device
 
 ROWS_AT_ONCE = 64  # rows of one forward of the teacher
 REGION_PIXELS_AT_ONCE = 2**24  # of the masks whose region cells are computed in one call
-UPSAMPLED_AT_ONCE = 2**26  # float32 logits (256 MB) of the masks that are upsampled in one call
+UPSAMPLED_PIXELS_AT_ONCE = 2**26  # of float32 logits that are upsampled in one call: 256 MB
 # Tokens that a sampled text may have in a question, for each that it may have as an answer.
 CAPTION_TOKENS_FACTOR = 2
 BLANK_SIDE, GREY = 448, 127  # pixels and value of the image without contents
@@ -108,10 +108,10 @@ def row_masks(
     for size, rows in rows_by_size(images.sizes[i] for i in image_index).items():
         segs = [logits for row in rows for logits in logits_of_row[row]]
         counts = [len(logits_of_row[row]) for row in rows]
-        for row, own in zip(rows, upsampled_masks(policy, segs, size).split(counts)):
-            each[row] = own  # (m, H, W)
-            masks[row] = own[0] if len(own) == 1 else own.any(0)
-    highest = {row: reduce(torch.maximum, own) for row, own in enumerate(logits_of_row) if own}
+        for row, seg_masks in zip(rows, upsampled_masks(policy, segs, size).split(counts)):
+            each[row] = seg_masks  # (m, H, W)
+            masks[row] = seg_masks[0] if len(seg_masks) == 1 else seg_masks.any(0)
+    highest = {row: reduce(torch.maximum, segs) for row, segs in enumerate(logits_of_row) if segs}
     values = mask_confidence(torch.stack(list(highest.values()))).tolist() if highest else []
     by_row = dict(zip(highest, values))
     confidence = [by_row.get(row, 0.0) for row in range(len(masks))]
@@ -123,12 +123,12 @@ def upsampled_masks(
 ) -> torch.Tensor:
     """Return the (m, H, W) bool masks at `size` = (H, W) of m logits (256, 256).
 
-    `upsample_masks` takes as many in a call as UPSAMPLED_AT_ONCE allows, counting each at SAM2's
-    size and at `size`.
+    `upsample_masks` takes as many in a call as UPSAMPLED_PIXELS_AT_ONCE allows, counting each at
+    SAM2's size and at `size`.
     """
     sam_size, (height, width) = policy.processor.sam_size, size
     masks = torch.empty(len(logits), height, width, dtype=torch.bool, device=policy.device)
-    at_once = max(1, UPSAMPLED_AT_ONCE // (sam_size**2 + height * width))
+    at_once = max(1, UPSAMPLED_PIXELS_AT_ONCE // (sam_size**2 + height * width))
     for part in chunks(range(len(logits)), at_once):
         upsampled = upsample_masks(torch.stack([logits[k] for k in part]), sam_size, size)
         torch.gt(upsampled, 0, out=masks[part.start : part.stop])
@@ -221,14 +221,14 @@ def region_grids(policy: Sa2VAPolicy, masks: list[torch.Tensor]) -> dict[int, to
     Those of one size are converted together, as many as REGION_PIXELS_AT_ONCE allows: a tiny
     region takes four bytes a pixel of its image.
     """
-    found = {}  # {p: (g, g) cells}
+    cells_of_mask = {}  # {p: (g, g)}
     for size, rows in rows_by_size(mask.shape for mask in masks).items():
         for part in chunks(rows, max(1, REGION_PIXELS_AT_ONCE // size.numel())):
             cells = policy.processor.region_grid(torch.stack([masks[p] for p in part]))
-            found |= dict(zip(part, cells))
-    if not found:
+            cells_of_mask |= dict(zip(part, cells))
+    if not cells_of_mask:
         return {}
-    grids = torch.stack([found[p] for p in range(len(masks))]).cpu()
+    grids = torch.stack([cells_of_mask[p] for p in range(len(masks))]).cpu()
     return {p: grid for p, grid in enumerate(grids) if grid.any()}  # any pixel gives a cell
 
 

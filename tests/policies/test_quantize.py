@@ -22,13 +22,6 @@ ERROR = {"4bit": 0.1, "8bit": 0.012}  # relative, of normally distributed weight
 BYTES = {"4bit": 0.5 + 4 / 64, "8bit": 1}  # of a weight, without the rows' scales
 
 
-@pytest.fixture(params=CHOICES)
-def choice(request):
-    if request.param == "4bit":
-        pytest.importorskip("bitsandbytes", reason="it is not installed (extra: quantize)")
-    return request.param
-
-
 def sa2va(quantize_base=None, groups=tuple(TRAINABLE), dtype="float32"):
     torch.manual_seed(0)
     config = PolicyConfig(

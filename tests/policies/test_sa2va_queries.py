@@ -129,7 +129,7 @@ def test_masks_of_rows_together_are_those_of_each_alone(model, images, monkeypat
 
     Logits are given in place of prompt embeddings, so that the decoder rounds nothing.
     """
-    monkeypatch.setattr(sa2va_queries, "UPSAMPLED_AT_ONCE", at_once)
+    monkeypatch.setattr(sa2va_queries, "UPSAMPLED_PIXELS_AT_ONCE", at_once)
     monkeypatch.setattr(model, "decode_masks", lambda images, image_index, logits: logits)
     image, segs = [2, 0, 1, 3, 0, 2, 1, 1], [1, 2, 0, 3, 1, 1, 0, 2]
     assert len({images.sizes[i] for i in image}) > 1
