@@ -142,7 +142,8 @@ def heads(
     (n, num_kv, slots, size), normed = cache.keys.shape, projected.normed
     qkv = projected.linears
     num_heads = sum(qkv.sizes) // size  # of q, k and v
-    product, sizes = product_of(projected, normed.power)
+    # There are few heads: programs of few rows and many warps take less time.
+    product, sizes = product_of(projected, normed.power, most_rows=16)
     shape = Heads(num_heads - 2 * num_kv, num_kv, size)
     q = normed.x.new_empty(n, shape.H, size)
     # Without a bias or norms any pointer will do: the kernel does not read it.
@@ -163,6 +164,7 @@ def heads(
         shape,
         BIAS=qkv.bias is not None,
         NORMS=bool(norms),
+        num_warps=8,
     )
     return q, None, None
 

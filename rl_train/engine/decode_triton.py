@@ -135,9 +135,12 @@ def norm(residual: Residual, weights: Norm) -> Normed:
     (n, width), x = value.shape, torch.empty_like(value)
     # Summands of the mean square, one for each block of columns.
     power = value.new_empty(n, width // COLUMNS, dtype=torch.float32)
-    product, sizes = product_of(projected, power)
+    # Many programs of few rows and two warps take the least time.
+    product, sizes = product_of(projected, power, most_rows=16)
     grid = width // COLUMNS, triton.cdiv(n, sizes.ROWS)
-    _add_norm[grid](value, product, weights.weight, x, power, sizes, len(projected.y), COLUMNS)
+    _add_norm[grid](
+        value, product, weights.weight, x, power, sizes, len(projected.y), COLUMNS, num_warps=2
+    )
     return Normed(x, power, weights.eps)
 
 

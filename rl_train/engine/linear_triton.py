@@ -93,20 +93,25 @@ class Sizes(NamedTuple):
     PARTS_BLOCK: int
 
 
-def product_of(projected: Projected, power: torch.Tensor) -> tuple[Product, Sizes]:
+def product_of(
+    projected: Projected, power: torch.Tensor, most_rows: int = 64
+) -> tuple[Product, Sizes]:
     """Return the kernels' arguments for a product, and their constants.
 
-    Args: power: (N, parts) summands of a norm that the kernel reads or writes.
+    Args:
+        power: (N, parts) summands of a norm that the kernel reads or writes.
+        most_rows: of a program.
     """
     y, linears, _ = projected
     num_rows, stride = y.shape[-2:]
     lora_b = linears.joined_b
     rank = 0 if lora_b is None else lora_b.shape[-1]
     num_parts = power.shape[1]
-    first_rows, rows, outputs = num_rows, program_rows(num_rows), sum(linears.sizes)
+    first_rows, outputs = num_rows, sum(linears.sizes)
+    rows = min(most_rows, program_rows(num_rows))
     if linears.second_b:  # then a program's rows have one LoRA
         first_rows = num_rows // 2
-        rows = math.gcd(64, first_rows)
+        rows = math.gcd(most_rows, first_rows)
         assert rows >= 16, f"halves of {first_rows} rows are no multiple of 16"
     sizes = Sizes(
         rows,
