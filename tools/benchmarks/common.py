@@ -76,6 +76,7 @@ class Timing(Warmth):
     """Seconds that the rounds of a measurement took."""
 
     seconds: float  # the median
+    of_rounds: list[float]
 
 
 def warm_up(one_round: Callable[[], dict[str, float]], options: Timed) -> Warmth:
@@ -134,10 +135,20 @@ def timings_in_turns(works: dict, options: Timed) -> dict[str, Timing]:
 
     warmth = vars(warm_up(one_round, options))
     rounds = [one_round() for _ in range(options.rounds)]
+    of_works = {name: [times[name] for times in rounds] for name in works}
     return {
-        name: Timing(**warmth, seconds=statistics.median(times[name] for times in rounds))
-        for name in works
+        name: Timing(**warmth, seconds=statistics.median(times), of_rounds=times)
+        for name, times in of_works.items()
     }
+
+
+def ratios(of_one: list[float], of_other: list[float]) -> dict[str, float]:
+    """Return the median and the extremes of one work's seconds by the other's, round by round.
+
+    The rounds of both are neighbours, so a host that becomes slower does so for both.
+    """
+    quotients = [one / other for one, other in zip(of_one, of_other, strict=True)]
+    return dict(ratio=statistics.median(quotients), lowest=min(quotients), highest=max(quotients))
 
 
 class GarbageTimer:
@@ -194,6 +205,18 @@ def ceilings(options: Ceilings) -> tuple[float, float, dict]:
     words = dict(matmul_tflops=matmul / 1e12, bandwidth_tb_per_second=bandwidth / 1e12)
     words |= dict(ceilings_settled=products.settled and copy.settled)
     return matmul, bandwidth, dict(device=device_name(options.device)) | words
+
+
+def mean_ceilings(
+    first: tuple[float, float, dict], last: tuple[float, float, dict]
+) -> tuple[float, float, dict]:
+    """Return the mean of two results of `ceilings`, with the last by the first."""
+    (matmul, bandwidth, words), (last_matmul, last_bandwidth, last_words) = first, last
+    drifts = dict(matmul_drift=last_matmul / matmul, bandwidth_drift=last_bandwidth / bandwidth)
+    matmul, bandwidth = (matmul + last_matmul) / 2, (bandwidth + last_bandwidth) / 2
+    means = dict(matmul_tflops=matmul / 1e12, bandwidth_tb_per_second=bandwidth / 1e12)
+    settled = words["ceilings_settled"] and last_words["ceilings_settled"]
+    return matmul, bandwidth, words | means | drifts | dict(ceilings_settled=settled)
 
 
 def print_table(columns: dict[str, str], rows: dict[str, dict], **title: float | int | str | bool):

@@ -16,7 +16,8 @@ from tools.benchmarks import common, compiled
 from tools.benchmarks.roofline import LanguageModel
 
 SAMPLERS = ("decoder", "generate")
-COLUMNS = dict(ms_per_token=".2f", ratio_to_floor=".2f", first_token_ms=".1f")
+COLUMNS = dict(ms_per_token=".2f", ratio_to_floor=".2f", lowest=".2f", highest=".2f")
+COLUMNS |= dict(first_token_ms=".1f")
 COLUMNS |= dict(first_call_seconds=".1f", hidden_error=".1e", warmup_rounds="d", settled="")
 
 
@@ -25,7 +26,7 @@ class Options(common.Answers):
     """sizes"""
 
     num_prompts: tuple = flag(
-        (4, 16), "prompts in a batch, measured one after the other", type=COUNT
+        (4, 16), "prompts in a batch, one number of them after the other", type=COUNT
     )
     num_tokens: int = flag(128, "new tokens of each row", type=AT_LEAST_2)
     samplers: tuple = flag(
@@ -39,7 +40,10 @@ class Options(common.Answers):
 
 @torch.no_grad()
 def measure(options: Options) -> dict:
-    """Measure each sampler's time of a token after the first, beside the floor, by batch size."""
+    """Measure each sampler's time of a token after the first, beside the floor, by batch size.
+
+    Each sampler holds a cache and graphs of its own.
+    """
     model = common.random_llm(options)
     engine, costs = Engine(model, pad_id=0), LanguageModel(model)
     if set(options.samplers) - set(SAMPLERS):
@@ -53,32 +57,62 @@ def measure(options: Options) -> dict:
         slots = num_prompts * options.prompt_length + rows * options.num_tokens // 2  # of the mean
         floor = 1e3 * costs.read(slots) / bandwidth
         table[f"{rows} rows, floor"] = dict(ms_per_token=floor)
-        works, times, sampled = samplers(engine, num_prompts, options), {}, {}
+        works, first, sampled = samplers(engine, num_prompts, options), {}, {}
         for name in options.samplers:
             start = time.perf_counter()
             with torch.autocast(torch.device(options.device).type, torch.bfloat16):
                 sampled[name] = works[name](options.num_tokens)
             common.synchronize(options.device)
-            first = dict(first_call_seconds=time.perf_counter() - start)  # compiles, captures
-            first["hidden_error"] = hidden_error(sampled, name)
-            times[name] = first | token_times(works[name], floor, options)
-            table[f"{rows} rows, {name}"] = times[name]
-            print(name, times[name], flush=True)
+            seconds = time.perf_counter() - start  # compiles, captures
+            error = hidden_error(sampled, name)
+            first[name] = dict(first_call_seconds=seconds, hidden_error=error)
+        chosen = {name: works[name] for name in options.samplers}
+        times = token_times(chosen, floor, options)
+        for name, measured in times.items():
+            measured |= first[name]
+            table[f"{rows} rows, {name}"] = measured
+            print(name, measured, flush=True)
         sizes.append(dict(rows=rows, num_prompts=num_prompts, floor_ms=floor, samplers=times))
     common.print_table(COLUMNS, table, **ceilings)
     return ceilings | dict(sizes=sizes)
 
 
-def token_times(work: Callable[..., object], floor: float, options: Options) -> dict[str, float]:
-    """Measure milliseconds of all tokens, of the first and of each that follows."""
-    with torch.autocast(torch.device(options.device).type, torch.bfloat16):
-        timed = [common.timing(lambda n=n: work(n), options) for n in (options.num_tokens, 1)]
-    whole, first = (1e3 * timing.seconds for timing in timed)
-    # The first token comes from the prompts' forward, not from a step of decoding.
-    each = (whole - first) / (options.num_tokens - 1)
-    times = dict(ms_per_token=each, first_token_ms=first, total_ms=whole)
-    warmth = dict(warmup_rounds=timed[0].warmup_rounds, settled=all(t.settled for t in timed))
-    return times | dict(ratio_to_floor=each / floor) | warmth
+def token_times(
+    works: dict[str, Callable[..., object]], floor: float, options: Options
+) -> dict[str, dict[str, float]]:
+    """Return {sampler: milliseconds of all tokens, of the first and of each that follows}.
+
+    All samplers take turns, so the ratio of two of them holds on a host whose speed changes.
+
+    Args: floor: milliseconds of a token; its ratio has the median, lowest and highest of a round.
+    """
+    num_tokens = options.num_tokens
+
+    def sample(name: str, number: int):
+        with torch.autocast(torch.device(options.device).type, torch.bfloat16):
+            works[name](number)
+
+    turns = {(name, n): partial(sample, name, n) for name in works for n in (num_tokens, 1)}
+    timings, times = common.timings_in_turns(turns, options), {}
+    for name in works:
+        whole, first = timings[name, num_tokens], timings[name, 1]
+        # The first token comes from the prompts' forward, not from a step of decoding.
+        each_of_rounds = [
+            1e3 * (of_all - of_first) / (num_tokens - 1)
+            for of_all, of_first in zip(whole.of_rounds, first.of_rounds)
+        ]
+        each = 1e3 * (whole.seconds - first.seconds) / (num_tokens - 1)
+        times[name] = dict(
+            ms_per_token=each,
+            ratio_to_floor=each / floor,
+            lowest=min(each_of_rounds) / floor,
+            highest=max(each_of_rounds) / floor,
+            first_token_ms=1e3 * first.seconds,
+            total_ms=1e3 * whole.seconds,
+            warmup_rounds=whole.warmup_rounds,
+            settled=whole.settled,
+        )
+    return times
 
 
 def hidden_error(sampled: dict, name: str) -> float | None:
@@ -119,8 +153,6 @@ def samplers(engine: Engine, num_prompts: int, options: Options) -> dict:
         fused = engine.fused(embeds)
         if fused is not None:
             if name not in decoders:
-                # One at a time: each holds a cache and graphs.
-                decoders.clear()
                 decoders[name] = decoder(fused, name)
             engine._decoder = decoders[name]
         return engine.generate(

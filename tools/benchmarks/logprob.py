@@ -16,12 +16,14 @@ from torch._dynamo.utils import counters
 from rl_train.config.flags import COUNT, flag
 from rl_train.engine import Engine
 from tools.benchmarks import common
+from tools.benchmarks.qwen import TextOf
 from tools.benchmarks.roofline import LanguageModel
 from tools.benchmarks.trl_style import FullEngine
 
 # In the last two, rows share their prompt's forward and layers are compiled; the last: the default.
 WAYS = ("plain", "packed", "packed, checkpoints")
-COLUMNS = dict(seconds=".3f", times_faster=".2f", fraction_of_ceiling=".1%", peak_gib=".2f")
+COLUMNS = dict(seconds=".3f", times_faster=".2f", lowest=".2f", highest=".2f")
+COLUMNS |= dict(fraction_of_ceiling=".1%", peak_gib=".2f")
 COLUMNS |= dict(ratio_to_floor=".2f", gradient_error=".2e", logp_error=".2e")
 COLUMNS |= dict(first_seconds=".1f", graphs="d", warmup_rounds="d", settled="")
 
@@ -31,7 +33,6 @@ class Options(common.Answers):
     """sizes"""
 
     num_prompts: int = flag(4, "prompts in a batch", type=COUNT)
-    sizes: str = flag("4b", "tiny = to try the code on a CPU", choices=list(common.CONFIGS))
     ways: tuple = flag(WAYS, "of this project and the plain one", choices=WAYS)
 
     @property
@@ -42,9 +43,11 @@ class Options(common.Answers):
 class MicroBatch:
     """P random prompts, N random completions, the derivative of a loss by each log-prob."""
 
-    def __init__(self, model: nn.Module, options: Options):
+    def __init__(self, model: nn.Module | TextOf, options: Options):
         torch.manual_seed(0)
         self.model, self.group = model, options.num_generations
+        # What has the parameters; the decoder of a Qwen-VL is no module of its own.
+        self.module = model.vlm if isinstance(model, TextOf) else model
         self.embeds, self.mask = common.random_prompts(options.num_prompts, model.config, options)
         self.embeds.requires_grad_()  # mlp1 trains
         size = (options.num_rows, options.num_tokens)
@@ -58,7 +61,7 @@ class MicroBatch:
 
         lengths: (N,) of the answers, default T.
         """
-        self.model.zero_grad()
+        self.module.zero_grad()
         self.embeds.grad = None
         with torch.autocast(self.embeds.device.type, torch.bfloat16):
             logp = self.plain() if way == "plain" else self.ours(way, lengths)
@@ -83,9 +86,9 @@ class MicroBatch:
         """Compute log-probs the plain way in float32, row by row. The model stays in float32."""
         # Fused matrices are views of the weights, which are cast next.
         self.engine.release()
-        self.model.float()
+        self.module.float()
         self.embeds = self.embeds.detach().float().requires_grad_()
-        self.model.zero_grad()
+        self.module.zero_grad()
         logps = []
         for row, slope in enumerate(self.slope):
             logps.append(self.plain(slice(row, row + 1)))
@@ -109,7 +112,7 @@ class MicroBatch:
 
     def gradient(self) -> torch.Tensor:
         """Return the gradients of the LoRA and, last, of the prompts, as one vector on the CPU."""
-        grads = [p.grad for p in self.model.parameters() if p.requires_grad] + [self.embeds.grad]
+        grads = [p.grad for p in self.module.parameters() if p.requires_grad] + [self.embeds.grad]
         return torch.cat([grad.flatten().double().cpu() for grad in grads])
 
     def peak(self, way: str) -> float:
@@ -145,9 +148,13 @@ def measure(options: Options) -> dict:
     runs = {way: partial(batch.run, way) for way in names}
     # Bound by operations, or by reading all weights once.
     floor = max(min(needed.values()) / limit, LanguageModel(batch.model).read(0) / bandwidth)
-    for name, timing in common.timings_in_turns(runs, options).items():
+    timings = common.timings_in_turns(runs, options)
+    for name, timing in timings.items():
         logps[name], gradients[name] = batch.run(name), batch.gradient()
+        faster = common.ratios(timings[names[0]].of_rounds, timing.of_rounds)
         ways[name] = vars(timing) | dict(
+            times_faster=faster.pop("ratio"),
+            **faster,
             tflop=needed[name] / 1e12,
             fraction_of_ceiling=needed[name] / timing.seconds / limit,
             ratio_to_floor=timing.seconds / floor,
@@ -156,7 +163,6 @@ def measure(options: Options) -> dict:
         )
     logp, gradient = batch.run_in_float32(), batch.gradient()
     for name, way in ways.items():
-        way["times_faster"] = ways[names[0]]["seconds"] / way["seconds"]
         way["gradient_error"] = ((gradients[name] - gradient).norm() / gradient.norm()).item()
         way["logp_error"] = (logps[name] - logp).abs().max().item()
     rows = {"floor": dict(seconds=floor)} | ways

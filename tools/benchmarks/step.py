@@ -6,16 +6,20 @@ ask2 and writes its captions in rollout1, together with those of loop 1; METEOR,
 CPU, is in teacher2. Of Qwen2.5-VL its points: SAM2, which draws the masks, is in teacher1. Data
 loading and logging are not in it.
 
-`--alternatives trl` measures both on the same shapes. A step of the 4B in TRL's way takes over 20 s
-on an H200: transformers' `generate` launches thousands of kernels a token, and every sequence is
-scored with its prompt. So that the comparison ends in about two minutes, TRL's way is warmed up by
-one step and timed by one; the ratio is that step to the median of ours.
-`--alternative_rounds 5 --alternative_warmup 3` measures more.
+`--alternatives trl` measures both on the same shapes, in turns: each step in TRL's way has steps of
+ours before and behind it, by whose median it is divided. A step of the 4B in TRL's way takes over
+20 s on an H200: transformers' `generate` launches thousands of kernels a token, and every sequence
+is scored with its prompt. So that the comparison ends in about two minutes, TRL's way is warmed up
+by one step and timed by one. `--alternative_rounds 5 --alternative_warmup 3` measures more.
+
+The ceilings, by which the floor is computed, are measured before and behind the steps: the floor is
+by their mean.
 """
 
-import gc
 import statistics
 from dataclasses import dataclass, replace
+
+import torch
 
 from rl_train.config.flags import COUNT, COUNT_OR_0, flag
 from rl_train.run.memory_estimate import GIB
@@ -48,46 +52,80 @@ class Options(common.Ceilings, workload.Options):
 
 def measure(options: Options) -> dict:
     """Return {"ours", alternatives: seconds by phase and in all; "floor"; "ratios" to ours, ..}."""
-    matmul, bandwidth, ceilings = common.ceilings(options)
-    others = options.alternative_rounds
-    as_others = replace(options, rounds=others, warmup=options.alternative_warmup)
-    measured = ceilings | dict(
-        shapes=options.shapes, rounds=options.rounds, alternative_rounds=others
-    )
-    for name in ("ours", *options.alternatives):
-        w = WAYS[name](options if name == "ours" else as_others)
-        clocks, warmth = w.run()
-        measured[name] = summary([clock.seconds for clock in clocks]) | vars(warmth)
-        peak = max(peak for clock in clocks for peak in (0.0, *clock.peaks.values()))
-        base = base_bytes(w.state) / GIB
-        measured[name] |= dict(peak_gib=peak, base_gib=base, peak_ratio=peak / base)
-        measured[name] |= dict(wasted_tokens=w.wasted())
-        phases = ", ".join(f"{p} {s:.3f}" for p, s in measured[name]["phases"].items())
-        print(f"{name}: {measured[name]['total']:.3f} s a step, {warmth}: {phases}", flush=True)
+    before, names = common.ceilings(options), ("ours", *options.alternatives)
+    others = replace(options, rounds=options.alternative_rounds, warmup=options.alternative_warmup)
+    works, warmths, held = {}, {}, {}
+    for name in names:  # each has a model of its own, of the same weights
+        allocated = allocated_gib(options.device)
+        works[name] = WAYS[name](options if name == "ours" else others)
+        warmths[name] = works[name].warm_up()
+        held[name] = allocated_gib(options.device) - allocated
+    clocks, ratios = in_turns(works, options)
+    matmul, bandwidth, ceilings = common.mean_ceilings(before, common.ceilings(options))
+    measured = ceilings | dict(shapes=options.shapes, flags=works["ours"].config.flags)
+    for name in names:
+        of_way = summary([clock.seconds for clock in clocks[name]]) | vars(warmths[name])
+        peak = max(peak for clock in clocks[name] for peak in (0.0, *clock.peaks.values()))
+        peak -= sum(gib for other, gib in held.items() if other != name)
+        base = base_bytes(works[name].state) / GIB
+        of_way |= dict(peak_gib=peak, base_gib=base, peak_ratio=peak / base)
+        of_way |= dict(wasted_tokens=works[name].wasted())
+        measured[name] = of_way
+        phases = ", ".join(f"{p} {s:.3f}" for p, s in of_way["phases"].items())
+        print(f"{name}: {of_way['total']:.3f} s a step, {warmths[name]}: {phases}", flush=True)
         print(f"{name}: peak {peak:.2f} GiB, {peak / base:.2f} x base {base:.2f}", flush=True)
-        if name == "ours":
-            measured["flags"] = w.config.flags
-            measured["floor"] = summary([step_floor(w, matmul, bandwidth)])
-            wasted = ", ".join(f"{phase} {wasted:.1%}" for phase, wasted in w.wasted().items())
-            print(f"{name}: decoded and no answer's: {wasted}", flush=True)
-        del w  # each way has a model of its own, of the same weights
-        gc.collect()
-    ours = measured["ours"]["total"]
-    measured["ratios"] = {name: measured[name]["total"] / ours for name in options.alternatives}
-    measured["ratio_to_floor"] = ours / measured["floor"]["total"]
-    ways = ["ours", *options.alternatives, "floor"]
+    wasted = ", ".join(f"{p} {part:.1%}" for p, part in measured["ours"]["wasted_tokens"].items())
+    print(f"ours: decoded and no answer's: {wasted}", flush=True)
+    measured["floor"] = summary([step_floor(works["ours"], matmul, bandwidth)])
+    measured["ratios"] = ratios
+    totals, floor = measured["ours"]["totals"], measured["floor"]["total"]
+    measured["ratio_to_floor"] = measured["ours"]["total"] / floor
+    ways = [*names, "floor"]
     seen = [phase for phase in PHASES if any(phase in measured[way]["phases"] for way in ways)]
     phases_of = {way: measured[way]["phases"] | dict(step=measured[way]["total"]) for way in ways}
     rows = {phase: {way: phases_of[way].get(phase) for way in ways} for phase in [*seen, "step"]}
     for row in rows.values():
         row["ours / floor"] = row["ours"] / row["floor"] if row["ours"] and row["floor"] else None
-    medians_of = dict(ours=options.rounds) | dict.fromkeys(options.alternatives, others)
+    medians_of = {name: len(clocks[name]) for name in names}
     columns = dict.fromkeys(ways, ".3f") | {"ours / floor": ".2f"}
     common.print_table(columns, rows, **ceilings, medians_of=medians_of)
-    for name, ratio in measured["ratios"].items():
-        print(f"{ratio:8.1f} times faster than {name}")
-    print(f"{measured['ratio_to_floor']:8.2f} times the floor")
+    for name, times in ratios.items():
+        print(f"{times['ratio']:8.1f} times faster than {name}{spread_of(times)}")
+    extremes = dict(lowest=min(totals) / floor, highest=max(totals) / floor)
+    print(f"{measured['ratio_to_floor']:8.2f} times the floor{spread_of(extremes)}")
     return measured
+
+
+def allocated_gib(device: str) -> float:
+    """Return the GiB that torch has given out on a GPU; 0 on a CPU."""
+    return torch.cuda.memory_allocated() / GIB if torch.device(device).type == "cuda" else 0.0
+
+
+def in_turns(works: dict, options: Options) -> tuple[dict, dict]:
+    """Return ({way: clocks of its steps}, {alternative: its steps' ratios to ours}).
+
+    Steps of ours, at least `rounds` in all, are before, between and behind the alternatives'.
+    """
+    alternatives = [name for name in works if name != "ours"]
+    num_turns = options.alternative_rounds if alternatives else 0
+    of_a_turn = -(-options.rounds // (num_turns + 1))
+    clocks = {name: [] for name in works}
+    for turn in range(num_turns + 1):
+        clocks["ours"] += [works["ours"].step() for _ in range(of_a_turn)]
+        for name in alternatives if turn < num_turns else ():
+            clocks[name].append(works[name].step())
+    totals = {name: [sum(c.seconds.values()) for c in of_way] for name, of_way in clocks.items()}
+    # Of each alternative step the steps of ours before and behind it.
+    neighbours = [
+        statistics.median(totals["ours"][turn * of_a_turn : (turn + 2) * of_a_turn])
+        for turn in range(num_turns)
+    ]
+    return clocks, {name: common.ratios(totals[name], neighbours) for name in alternatives}
+
+
+def spread_of(extremes: dict[str, float]) -> str:
+    """Return words for the lowest and the highest of a ratio."""
+    return f" ({extremes['lowest']:.2f} to {extremes['highest']:.2f})"
 
 
 def summary(phases: list[dict[str, float]]) -> dict:

@@ -195,8 +195,12 @@ class Work:
 
     def run(self) -> tuple[list[PhaseTimer], Warmth]:
         """Return (clocks of the steps that count, how the warm-up before them ended)."""
-        warmth = warm_up(lambda: dict(step=sum(self.step().seconds.values())), self.options)
+        warmth = self.warm_up()
         return [self.step() for _ in range(self.options.rounds)], warmth
+
+    def warm_up(self) -> Warmth:
+        """Run steps until they take as long as each other; return how that ended."""
+        return warm_up(lambda: dict(step=sum(self.step().seconds.values())), self.options)
 
     def wasted(self) -> dict[str, float]:
         """Return {phase: fraction of the last step's decoded tokens that are no answer's}."""

@@ -5,7 +5,14 @@ import gc
 import pytest
 
 from tools.benchmarks import __main__, common, scale, workload
-from tools.benchmarks.common import Timed, stable, timings_in_turns, warm_up
+from tools.benchmarks.common import (
+    Timed,
+    mean_ceilings,
+    ratios,
+    stable,
+    timings_in_turns,
+    warm_up,
+)
 
 OPTIONS = Timed(device="cpu", rounds=3, warmup=6, stable=0.1)
 
@@ -40,7 +47,7 @@ def test_stable(times, settled):
 
 def test_rounds_of_the_warm_up_do_not_count(works):
     timing = timings_in_turns(works(a=[9, 4, 4, 4.1, 7, 1, 3]), OPTIONS)["a"]
-    assert vars(timing) == dict(warmup_rounds=4, settled=True, seconds=3)
+    assert vars(timing) == dict(warmup_rounds=4, settled=True, seconds=3, of_rounds=[7, 1, 3])
 
 
 def test_all_works_settle_before_any_counts(works):
@@ -53,12 +60,12 @@ def test_all_works_settle_before_any_counts(works):
 def test_slow_rounds_are_not_warmed_up_for_long(works):
     """Three rounds at least, and no more than reach WARMUP_SECONDS."""
     timing = timings_in_turns(works(a=[20, 19, 12, 1, 2, 3]), OPTIONS)["a"]
-    assert vars(timing) == dict(warmup_rounds=3, settled=False, seconds=2)
+    assert (timing.warmup_rounds, timing.settled, timing.seconds) == (3, False, 2)
 
 
 def test_what_never_settles_says_so(works):
     timing = timings_in_turns(works(a=[1, 2, 1, 2, 1, 2, 5, 6, 7]), OPTIONS)["a"]
-    assert vars(timing) == dict(warmup_rounds=6, settled=False, seconds=6)
+    assert (timing.warmup_rounds, timing.settled, timing.seconds) == (6, False, 6)
     assert str(timing) == "NOT SETTLED after 6 rounds of warm-up"
 
 
@@ -119,3 +126,17 @@ def test_processes_are_given_the_options(monkeypatch):
     __main__.main(["scale", *scale.handed_down(seen[0])])
     assert vars(seen[1]) == vars(seen[0]) | dict(num_processes=())
     assert seen[1].answer_lengths == [9.0, 4.0] and seen[1].budget_gib == 80
+
+
+def test_ratios_are_of_neighbouring_rounds():
+    """A host that halves its speed in one round leaves the ratio as it is."""
+    assert ratios([4, 8, 2], [2, 4, 4]) == dict(ratio=2, lowest=0.5, highest=2)
+
+
+def test_mean_of_two_measurements_of_the_ceilings():
+    first = (2e12, 4e12, dict(device="a", ceilings_settled=True))
+    matmul, bandwidth, words = mean_ceilings(first, (3e12, 2e12, dict(ceilings_settled=False)))
+    assert (matmul, bandwidth, words["device"]) == (2.5e12, 3e12, "a")
+    assert (words["matmul_tflops"], words["bandwidth_tb_per_second"]) == (2.5, 3)
+    assert (words["matmul_drift"], words["bandwidth_drift"]) == (1.5, 0.5)
+    assert not words["ceilings_settled"]
