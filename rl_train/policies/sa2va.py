@@ -37,6 +37,9 @@ from sa2va_hf.qwen_vl import REGION_GRID, QwenVLModel
 from sa2va_hf.to_device import to_device
 from sa2va_hf.tokenizer import load_tokenizer
 
+# Logits of masks that are decoded together with gradient: 16 masks of 256 x 256.
+PIXELS_WITH_GRADIENT = 16 * 256**2
+
 # Weights that may train, by group. The mask path does not reach all of the mask decoder: token 0's
 # hypernetwork, the heads of IoU and object score and other embeddings receive no gradient.
 # InternVL's and Qwen-VL's names of the same parts differ.
@@ -450,22 +453,36 @@ class Sa2VAPolicy(Policy):
             with self.autocast():
                 return self.model.decode_masks(images.sam, index[rows], embeddings[rows])
 
-        return self.nan_watcher("mask logits", by_chunks(decode, len(image_index)))
+        return self.nan_watcher("mask logits", by_chunks(decode, len(image_index), images))
 
 
-def by_chunks(compute: Callable[[slice], torch.Tensor], num_masks: int) -> torch.Tensor:
-    """Concatenate compute(slice) (m, ..) over chunks of MASKS_AT_ONCE masks.
+def by_chunks(
+    compute: Callable[[slice], torch.Tensor], num_masks: int, images: ImageFeatures
+) -> torch.Tensor:
+    """Concatenate compute(slice) (m, ..) over chunks of masks: see `masks_at_once`.
 
-    An answer may hold hundreds of [SEG]. Each costs the decoder some 60 MB, with gradient 100. If
-    there are several chunks, the backward computes each again, so that it holds one at a time.
+    If there are several chunks, the backward computes each again, so that it holds one at a time.
     """
-    if num_masks <= MASKS_AT_ONCE:
+    at_once = masks_at_once(images)
+    if num_masks <= at_once:
         return compute(slice(None))
     if torch.is_grad_enabled():
         # The mask decoder uses no random numbers, so no random state is kept.
         compute = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
-    starts = range(0, num_masks, MASKS_AT_ONCE)
-    return torch.cat([compute(slice(start, start + MASKS_AT_ONCE)) for start in starts])
+    starts = range(0, num_masks, at_once)
+    return torch.cat([compute(slice(start, start + at_once)) for start in starts])
+
+
+def masks_at_once(images: ImageFeatures) -> int:
+    """Return how many masks are decoded together.
+
+    An answer may hold hundreds of [SEG]. Each costs the decoder some 60 MB, with gradient 100, if
+    its logits are 256 x 256; and then gradients of all weights are in memory beside it.
+    """
+    if not torch.is_grad_enabled():
+        return MASKS_AT_ONCE
+    height, width = images.sam[0].shape[-2:]  # of the logits
+    return min(MASKS_AT_ONCE, max(1, PIXELS_WITH_GRADIENT // (height * width)))
 
 
 def check_folders(config: PolicyConfig):

@@ -176,7 +176,8 @@ class LatentMaskAction(LatentAction):
                 logits = self.policy.decode_masks(rollout.features, image[chunk], z[chunk])
                 return mask_loss(logits, targets[chunk])
 
-            mask_term = (by_chunks(mask_losses, len(image)) * in_loss).sum() / denominators.actions
+            losses = by_chunks(mask_losses, len(image), rollout.features)
+            mask_term = (losses * in_loss).sum() / denominators.actions
             loss_terms.append(self.mask_loss_coef * mask_term)
             statistics["mask_loss"] = mask_term.detach()
         return loss_terms, statistics

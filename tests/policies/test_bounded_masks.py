@@ -1,6 +1,7 @@
 """Masks are decoded a fixed number at a time, and of an answer so many: whatever a model says."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,10 +82,18 @@ def test_chunks_have_the_gradient_of_the_whole_and_keep_little(
 def test_what_fits_a_chunk_is_decoded_as_ever_bit_for_bit(model, task, only_seg, monkeypatch):
     """It is decoded in one piece, and not computed twice."""
     by_chunks, _, _ = update(model, task, only_seg)
-    monkeypatch.setattr(sa2va, "by_chunks", lambda compute, num_masks: compute(slice(None)))
+    monkeypatch.setattr(sa2va, "by_chunks", lambda compute, *_: compute(slice(None)))
     monkeypatch.setattr("rl_train.tasks.latent_mask.by_chunks", sa2va.by_chunks)
     as_ever, _, _ = update(model, task, only_seg)
     assert all(torch.equal(by_chunks[name], as_ever[name]) for name in as_ever)
+
+
+@pytest.mark.parametrize("side, at_once", [(64, 32), (256, 16), (288, 12), (2048, 1)])
+def test_large_masks_with_gradient_come_in_smaller_chunks(side, at_once):
+    images = SimpleNamespace(sam=[torch.empty(2, 1, side, side)])
+    assert sa2va.masks_at_once(images) == at_once
+    with torch.no_grad():
+        assert sa2va.masks_at_once(images) == 32
 
 
 def test_masks_without_gradient_come_in_chunks_too(model, images, monkeypatch):
