@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from rl_train.engine import layers
-from rl_train.engine.layers import Linears, Norm, Parts, Rotation
+from rl_train.engine.layers import Layer, Linears, Norm, Parts, Rotation
 from rl_train.engine.sampling import sample_token
 
 if TYPE_CHECKING:
@@ -32,6 +32,11 @@ class TokenCache(NamedTuple):
     own_pad: torch.Tensor  # (N,) empty slots before each row's own
     done: torch.Tensor  # (N,) bool; attention of rows that are done is undefined
     slot: torch.Tensor  # (1,) long, of the newest token among S
+
+
+def reads_int8(layer: Layer, num_rows: int) -> bool:
+    """Tell whether int8 weights need not be dequantised for so many rows: never."""
+    return False
 
 
 def embed(token: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

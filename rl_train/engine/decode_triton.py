@@ -18,10 +18,10 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from rl_train.engine import decode_torch
+from rl_train.engine import decode_torch, int8_triton
 from rl_train.engine.attention_triton import Rotation as rotation  # noqa: F401
 from rl_train.engine.attention_triton import attend, heads  # noqa: F401
-from rl_train.engine.layers import Linears, Norm, Parts
+from rl_train.engine.layers import Layer, Linears, Norm, Parts
 from rl_train.engine.linear_triton import (
     COLUMNS,
     Normed,
@@ -45,6 +45,16 @@ def fits(head_size: int, width: int, mlp_width: int) -> bool:
     return head_size >= 32 and power_of_2 and width % COLUMNS == mlp_width % COLUMNS == 0
 
 
+def reads_int8(layer: Layer, num_rows: int) -> bool:
+    """Tell whether int8 weights need not be dequantised for so many rows."""
+    summands = dict(qkv=1, out=SUMMANDS, gate_up=1, down=SUMMANDS)
+    linears = {name: getattr(layer, name) for name in summands}
+    return num_rows <= int8_triton.MOST_ROWS and all(
+        int8_triton.fits(sum(linears[name].sizes), linears[name].weight.shape[1], summands[name])
+        for name in summands
+    )
+
+
 class Residual:
     """The residual stream (N, C), to which the output of a linear is still to be added, if any."""
 
@@ -65,7 +75,11 @@ def embed(token: torch.Tensor, table: torch.Tensor) -> Residual:
 def linear(inputs: torch.Tensor | Normed, linears: Linears) -> Projected:
     """Compute the product of `layers.linear`."""
     if isinstance(inputs, Normed):
+        if linears.int8 is not None:
+            return Projected(int8_triton.product(inputs.x, linears.int8)[0], linears, inputs)
         return Projected(F.linear(inputs.x, linears.weight), linears, inputs)
+    if linears.int8 is not None:
+        return Projected(int8_triton.product(inputs, linears.int8, SUMMANDS), linears)
     return Projected(_product(inputs, linears.weight), linears)
 
 

@@ -54,6 +54,8 @@ class FusedLinears:
         sizes: outputs of each linear.
         memory: where the matrix lies while all layers in shards are gathered; None: anywhere. Of
             quantised linears the memory that they share with those of other layers.
+        int8: of linears in int8 (outputs, inputs) and their scales (outputs,); the parameters are
+            views of these.
         lora_a: of quantised linears their own copies of the A of one or two LoRAs (rows, inputs),
             which `dequantize` writes behind the weights.
     """
@@ -66,6 +68,12 @@ class FusedLinears:
         self.is_quantized = isinstance(self.bases[0], QuantizedLinear)
         self.memory: torch.Tensor | None = None
         self.lora_a: torch.Tensor | None = None
+        self.int8: list[torch.Tensor] | None = None
+        if self.is_quantized and self.bases[0].choice == "8bit":
+            self.int8 = [
+                _joined([getattr(base, name) for base in self.bases])
+                for name in ("weight", "scale")
+            ]
         self.has_second = False
         self.free()
         if not sharded and not self.is_quantized:
@@ -152,6 +160,11 @@ class FusedLinears:
             base.dequantize(out=whole)
         lora_a.copy_(self.lora_a)
 
+    def int8_weights(self, num_loras: int) -> layers.Int8Weights:
+        """Return the weights in int8 and A of one or two LoRAs."""
+        rows_of_a = num_loras * (self.shape[0] - sum(self.sizes))
+        return layers.Int8Weights(*self.int8, self.lora_a[:rows_of_a])
+
     def shards(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return of each weight this rank's shard and a copy of the same rows of the matrix."""
         wholes = self.live.weight.split(self.sizes)
@@ -159,12 +172,13 @@ class FusedLinears:
         return [(w.to_local(), own_rows(w, rows).clone()) for w, rows in zip(weights, wholes)]
 
 
-def _joined(parameters, padding, views=True, out=None) -> torch.Tensor:
+def _joined(parameters, padding=None, views=True, out=None) -> torch.Tensor:
     """Stack the parameters and `padding`; with `views` the parameters become views of it."""
-    joined = torch.cat([*(p.data for p in parameters), padding], out=out)
+    parts = [parameter.data for parameter in parameters]
+    parts += [] if padding is None else [padding]
+    joined = torch.cat(parts, out=out)
     if views:
-        sizes = [*map(len, parameters), len(padding)]
-        for parameter, rows in zip(parameters, joined.split(sizes)):
+        for parameter, rows in zip(parameters, joined.split([*map(len, parts)])):
             parameter.data = rows
     return joined
 
@@ -192,6 +206,17 @@ class FusedLayer:
         """Make the matrices of quantised linears, in the place of another layer's."""
         for group in self.linears:
             group.dequantize()
+
+    def in_int8(self, num_loras: int) -> layers.Layer:
+        """Return weights in int8, with copies of one or two LoRAs, for the sampler's kernels."""
+        layer = self.both_loras if num_loras > 1 else self.copied
+        names = "qkv", "out", "gate_up", "down"
+        return layer._replace(
+            **{
+                name: getattr(layer, name)._replace(int8=group.int8_weights(num_loras))
+                for name, group in zip(names, self.linears)
+            }
+        )
 
     def fill(self):
         """Call `FusedLinears.fill` of all groups and collect their matrices."""
@@ -273,7 +298,7 @@ class FusedModel:
 
     Attributes:
         is_whole: whether no layer is in shards, or all are gathered.
-        is_quantized: whether the layers' linears are quantised.
+        is_quantized: whether the layers' linears are quantised; has_int8: and that in int8.
         second_targets: copies of the LoRA that `hold_lora` keeps; None: never called.
     """
 
@@ -294,6 +319,7 @@ class FusedModel:
         self.is_sharded, self.is_whole = sharded is not None, sharded is None
         self.layers = [FusedLayer(layer, self.family, self.is_sharded) for layer in model.layers]
         self.is_quantized = self.layers[0].linears[0].is_quantized
+        self.has_int8 = self.layers[0].linears[0].int8 is not None
         if self.is_quantized:
             self._share_memory()
         self.shard_memory = sharded.pack() if sharded else None
@@ -411,7 +437,9 @@ class FusedModel:
         return [tensor.data_ptr() for tensor in tensors]
 
     @contextlib.contextmanager
-    def gathered(self, number: int, then: int, num_loras: int = 1) -> Iterator[layers.Layer]:
+    def gathered(
+        self, number: int, then: int, num_loras: int = 1, int8: bool = False
+    ) -> Iterator[layers.Layer]:
         """Context in which a layer's weights with copies of the LoRA are there.
 
         Those of a quantised layer are gone at the next call.
@@ -419,8 +447,12 @@ class FusedModel:
         Args:
             then: number of the layer that is needed next; beyond the layers: none.
             num_loras: 2: with the LoRA that is held too.
+            int8: whether weights in int8 are read as they are, not dequantised.
         """
         layer = self.layers[number]
+        if int8:
+            yield layer.in_int8(num_loras)
+            return
         if self.is_quantized:
             layer.dequantize()
         elif not self.is_whole:

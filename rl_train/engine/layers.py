@@ -27,6 +27,14 @@ class Norm(NamedTuple):
     eps: float
 
 
+class Int8Weights(NamedTuple):
+    """Frozen weights of k linears in int8, and their LoRA's A, from which a kernel multiplies."""
+
+    values: torch.Tensor  # (outputs, C) int8
+    scale: torch.Tensor  # (outputs,) float32
+    lora_a: torch.Tensor  # (rows of LoRA's A, C)
+
+
 class Linears(NamedTuple):
     """k linears that read one input, with their LoRA.
 
@@ -41,6 +49,7 @@ class Linears(NamedTuple):
         joined_b: `b` as one tensor (outputs, r), which kernels read, or None.
         second_b: B of a second LoRA, which the second half of the rows has: only the sampler's
             parts take it. Its A are the last rows of weight, and `joined_b` is (2, outputs, r).
+        int8: the rows of weight in int8, which the sampler's kernels then read in its place.
     """
 
     weight: torch.Tensor
@@ -51,6 +60,7 @@ class Linears(NamedTuple):
     b: Sequence[torch.Tensor] = ()
     joined_b: torch.Tensor | None = None
     second_b: Sequence[torch.Tensor] = ()
+    int8: Int8Weights | None = None
 
 
 class Layer(NamedTuple):

@@ -47,7 +47,7 @@ class Projected(NamedTuple):
 
 def complete(projected: Projected) -> Sequence[torch.Tensor]:
     """Return what `layers.linear` does, in plain torch."""
-    y, (_, bias, sizes, scaling, _, b, _, second_b), normed = projected
+    y, (_, bias, sizes, scaling, _, b, _, second_b, _), normed = projected
     dtype, outputs = projected.linears.weight.dtype, sum(sizes)
     y = y.sum(0) if y.dim() > 2 else y
     y, inner = y[:, :outputs].float(), y[:, outputs:].to(dtype)

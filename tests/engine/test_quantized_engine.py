@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_train.engine import Engine
-from rl_train.engine.fused_weights import unsupported
+from rl_train.engine.fused_weights import FusedModel, unsupported
 from rl_train.engine.quantize import QuantizedLinear
 from tests.engine.tiny import (
     assert_same,
@@ -69,6 +69,50 @@ def test_linears_of_which_some_are_quantised_take_the_modules(choice):
     assert unsupported(llm) == "only some of its linears are quantised"
 
 
+@pytest.mark.parametrize("num_loras", [1, 2])
+def test_int8_weights_are_those_of_a_dequantised_layer(num_loras):
+    """The sampler's kernel reads the first, all else the second."""
+    llm = quantized_llm("8bit")
+    linears = [m for m in llm.model.layers.modules() if isinstance(m, QuantizedLinear)]
+    before = [linear.dequantize() for linear in linears]
+    fused = FusedModel(llm)
+    fused.refresh()
+    if num_loras > 1:
+        fused.hold_lora()
+    for number, layer in enumerate(fused.layers):
+        with fused.gathered(number, number + 1, num_loras) as dequantized:
+            int8 = layer.in_int8(num_loras)
+            for name in ("qkv", "out", "gate_up", "down"):
+                values, scale, lora_a = getattr(int8, name).int8
+                rows = torch.cat([values * scale[:, None], lora_a])
+                assert torch.equal(rows, getattr(dequantized, name).weight), (number, name)
+    fused.release()
+    for linear, weight in zip(linears, before):
+        assert linear.weight.untyped_storage().nbytes() == linear.weight.nbytes
+        assert torch.equal(linear.dequantize(), weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(
+    "sizes", [(20, 128, 24, 256, 2), (70, 96, 0, 64, 1), (128, 8192, 6, 128, 1)]
+)
+def test_product_with_int8_weights(sizes):
+    from rl_train.engine import int8_triton
+    from rl_train.engine.layers import Int8Weights
+
+    num_rows, outputs, rows_of_a, width, summands = sizes
+    values = torch.randint(-127, 128, (outputs, width), dtype=torch.int8, device="cuda")
+    scale = torch.rand(outputs, device="cuda") / 1000
+    x, lora_a = (torch.randn(n, width, device="cuda").bfloat16() for n in (num_rows, rows_of_a))
+    weights = torch.cat([(values * scale[:, None]).bfloat16(), lora_a])
+    assert int8_triton.fits(outputs, width, summands)
+    y = int8_triton.product(x, Int8Weights(values, scale, lora_a), summands)
+    assert y.shape == (summands, num_rows, outputs + rows_of_a)
+    expected = x.float() @ weights.float().t()
+    assert (y.float().sum(0) - expected).norm() < 4e-3 * expected.norm()  # rounded to bfloat16
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -82,12 +126,21 @@ def test_a_gpu_dequantises_to_the_same_bits(sizes, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_on_a_gpu(choice, monkeypatch):
-    """A token's CUDA graph dequantises each layer, by weights that it reads anew at each use."""
-    sizes = dict(hidden_size=256, intermediate_size=352, num_attention_heads=8)
+@pytest.mark.parametrize("mlp_width", [352, 384])
+def test_on_a_gpu(choice, mlp_width, monkeypatch):
+    """A token's CUDA graph dequantises each layer, by weights that it reads anew at each use.
+
+    Of int8 a kernel multiplies without that, if it supports the widths.
+    """
+    from rl_train.engine import int8_triton
+
+    products, product = [], int8_triton.product
+    monkeypatch.setattr(int8_triton, "product", lambda *a: products.append(a) or product(*a))
+    sizes = dict(hidden_size=256, intermediate_size=mlp_width, num_attention_heads=8)
     llm = quantized_llm(choice, lora_r=16, device="cuda", initializer_range=0.02, **sizes)
     engine = Engine(llm, pad_id=1)
     assert_same(*both(engine, monkeypatch, *prompts(llm)))
+    assert bool(products) == (choice == "8bit" and mlp_width == 384)
     with torch.no_grad():
         for parameter in trained(llm).values():
             parameter.mul_(1.5)

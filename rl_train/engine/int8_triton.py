@@ -1,0 +1,99 @@
+"""Product of few rows with int8 weights in Triton, without a dequantised copy of them.
+
+A token of the sampler reads each weight once, so it takes as long as it reads bytes.
+
+Letters: N rows, C inputs, a rows of LoRA's A.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from rl_train.engine.layers import Int8Weights
+from rl_train.engine.linear_triton import at_least_16
+
+MOST_ROWS = 128  # with more, dequantising pays
+ROWS = 64  # of a program at most
+COLUMNS = 32  # of a program; of many columns twice as many, which tensor cores like better
+MANY = 8192  # columns: then twice as many a program leave enough programs for a GPU
+INPUTS = 64  # that a program reads at a time; of 16 bits, if these divide them, twice as many
+
+
+@triton.jit
+def _product(
+    x,
+    values,
+    scale,
+    lora_a,
+    y,
+    num_rows,
+    width,
+    outputs,
+    stride,
+    summand_width,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """Compute columns of a summand of y, of the weights or of LoRA's A behind them.
+
+    The product is W x^T: tensor cores take their first factor, here the weights, from registers.
+    """
+    rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    columns = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    summand = tl.program_id(2)
+    read = summand * summand_width + tl.arange(0, INPUTS)
+    is_row, is_column = (rows < num_rows)[None, :], (columns < stride)[:, None]
+    dtype = x.dtype.element_ty
+    x += rows[None, :] * width + read[:, None]
+    total = tl.zeros((COLUMNS, ROWS), tl.float32)
+    if tl.program_id(0) * COLUMNS < outputs:
+        weight = values + columns[:, None] * width + read[None, :]
+        factor = tl.load(scale + columns)[:, None]
+        for start in range(0, summand_width, INPUTS):
+            inputs = tl.load(x + start, mask=is_row, other=0.0)
+            # Rounded as in `quantize_triton`: sampler and scorer have the same weights.
+            weights = (tl.load(weight + start).to(tl.float32) * factor).to(dtype)
+            total = tl.dot(weights, inputs, total, input_precision="ieee")
+    else:
+        a = lora_a + (columns - outputs)[:, None] * width + read[None, :]
+        for start in range(0, summand_width, INPUTS):
+            inputs = tl.load(x + start, mask=is_row, other=0.0)
+            weights = tl.load(a + start, mask=is_column, other=0.0)
+            total = tl.dot(weights, inputs, total, input_precision="ieee")
+    y += (summand * num_rows + rows[None, :]) * stride + columns[:, None]
+    tl.store(y, total.to(y.dtype.element_ty), mask=is_row & is_column)
+
+
+def fits(outputs: int, width: int, summands: int) -> bool:
+    """Tell whether `product` supports these sizes."""
+    return outputs % COLUMNS == width % (summands * INPUTS) == 0
+
+
+def product(x: torch.Tensor, weights: Int8Weights, summands: int = 1) -> torch.Tensor:
+    """Return x (N, C) times the dequantised weights and LoRA's A: (summands, N, outputs + a).
+
+    Several summands, of parts of the inputs, are float32; one has the dtype of x.
+    """
+    (num_rows, width), outputs = x.shape, len(weights.values)
+    stride, summand_width = outputs + len(weights.lora_a), width // summands
+    y = x.new_empty(summands, num_rows, stride, dtype=torch.float32 if summands > 1 else x.dtype)
+    rows = min(ROWS, at_least_16(num_rows))
+    columns = 2 * COLUMNS if outputs >= MANY and outputs % (2 * COLUMNS) == 0 else COLUMNS
+    twice = x.element_size() == 2 and summand_width % (2 * INPUTS) == 0
+    inputs = 2 * INPUTS if twice else INPUTS
+    grid = triton.cdiv(stride, columns), triton.cdiv(num_rows, rows), summands
+    _product[grid](
+        x,
+        *weights,
+        y,
+        num_rows,
+        width,
+        outputs,
+        stride,
+        summand_width,
+        rows,
+        columns,
+        inputs,
+    )
+    return y
