@@ -7,7 +7,7 @@ gathered, this rank's shards do not exist beside them: the last layers' matrices
 memory.
 
 Of quantised layers (--quantize_base) there is one layer's matrices at a time, in memory that all
-layers share: each use of a layer dequantises it.
+layers share: each use of a layer dequantises it. Only the sampler may read int8 as it is.
 
 Linears that read one input are one product. Of [Wq; Wk; Wv; Aq; Ak; Av] the W are the model's
 frozen weights, of which there is one copy in memory; the rows of the LoRA are copied in from the

@@ -57,24 +57,31 @@ def measure(options: Options) -> dict:
         slots = num_prompts * options.prompt_length + rows * options.num_tokens // 2  # of the mean
         floor = 1e3 * costs.read(slots) / bandwidth
         table[f"{rows} rows, floor"] = dict(ms_per_token=floor)
-        works, first, sampled = samplers(engine, num_prompts, options), {}, {}
-        for name in options.samplers:
-            start = time.perf_counter()
-            with torch.autocast(torch.device(options.device).type, torch.bfloat16):
-                sampled[name] = works[name](options.num_tokens)
-            common.synchronize(options.device)
-            seconds = time.perf_counter() - start  # compiles, captures
-            error = hidden_error(sampled, name)
-            first[name] = dict(first_call_seconds=seconds, hidden_error=error)
-        chosen = {name: works[name] for name in options.samplers}
-        times = token_times(chosen, floor, options)
-        for name, measured in times.items():
-            measured |= first[name]
-            table[f"{rows} rows, {name}"] = measured
-            print(name, measured, flush=True)
+        times = sampler_times(engine, num_prompts, floor, options)
+        table |= {f"{rows} rows, {name}": measured for name, measured in times.items()}
         sizes.append(dict(rows=rows, num_prompts=num_prompts, floor_ms=floor, samplers=times))
     common.print_table(COLUMNS, table, **ceilings)
     return ceilings | dict(sizes=sizes)
+
+
+def sampler_times(
+    engine: Engine, num_prompts: int, floor: float, options: Options
+) -> dict[str, dict[str, float]]:
+    """Return {sampler: `token_times`, seconds of its first call and its error}."""
+    every = samplers(engine, num_prompts, options)
+    works, first, sampled = {name: every[name] for name in options.samplers}, {}, {}
+    for name, work in works.items():
+        start = time.perf_counter()
+        with torch.autocast(torch.device(options.device).type, torch.bfloat16):
+            sampled[name] = work(options.num_tokens)
+        common.synchronize(options.device)
+        seconds = time.perf_counter() - start  # compiles, captures
+        first[name] = dict(first_call_seconds=seconds, hidden_error=hidden_error(sampled, name))
+    times = token_times(works, floor, options)
+    for name, measured in times.items():
+        measured |= first[name]
+        print(name, measured, flush=True)
+    return times
 
 
 def token_times(
