@@ -69,8 +69,8 @@ class PolicyConfig:
     quantize_base: str | None = flag(
         None,
         "keep the LLM's linears in 4 (NF4, needs the extra `quantize`) or 8 (int8) bits, as in "
-        "QLoRA: a quarter or half of their bfloat16 memory, slower sampling. They are dequantised "
-        "to --dtype at each use; a GPU then recomputes layers in the backward whatever "
+        "QLoRA: a quarter or half of their bfloat16 memory, slower steps. They are dequantised "
+        "to --dtype where they are used; a GPU then recomputes layers in the backward whatever "
         "--gradient_checkpointing says. Exports and tools.evaluate read the base unquantised",
         default_is="all weights in --dtype",
         choices=["4bit", "8bit"],

@@ -149,11 +149,21 @@ def norm(residual: Residual, weights: Norm) -> Normed:
     (n, width), x = value.shape, torch.empty_like(value)
     # Summands of the mean square, one for each block of columns.
     power = value.new_empty(n, width // COLUMNS, dtype=torch.float32)
-    # Many programs of few rows and two warps take the least time.
+    # Many programs of few rows and two warps take the least time; in float32 two have too few
+    # registers.
     product, sizes = product_of(projected, power, most_rows=16)
+    num_warps = 2 if value.element_size() == 2 else 4
     grid = width // COLUMNS, triton.cdiv(n, sizes.ROWS)
     _add_norm[grid](
-        value, product, weights.weight, x, power, sizes, len(projected.y), COLUMNS, num_warps=2
+        value,
+        product,
+        weights.weight,
+        x,
+        power,
+        sizes,
+        len(projected.y),
+        COLUMNS,
+        num_warps=num_warps,
     )
     return Normed(x, power, weights.eps)
 

@@ -49,7 +49,7 @@ class Engine:
 
     On CUDA it samples by kernels and CUDA graphs of its own and scores by compiled layers. For a
     model that these do not support it logs one warning and uses the model's own modules, as it does
-    on the CPU. At its first use on CUDA the frozen weights, unless they are quantised, move into
+    on the CPU. At its first use on CUDA the frozen weights, unless they are in 4 bits, move into
     larger matrices, of which the model's parameters become views. Call `release` before saving,
     moving, merging or unloading the model.
 

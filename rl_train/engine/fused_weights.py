@@ -1,6 +1,6 @@
 """Weights of a decoder LLM as few matrices, of which its parameters are views while in use.
 
-Quantised parameters stay as they are, see below.
+Quantised parameters are no part of such matrices, see below.
 
 Of layers in shards (--fsdp) the matrices are copies, made when a layer is gathered. While all are
 gathered, this rank's shards do not exist beside them: the last layers' matrices lie in their

@@ -20,7 +20,7 @@ INPUTS = 64  # that a program reads at a time; of 16 bits, if these divide them,
 
 
 @triton.jit
-def _product(
+def _int8_product(
     x,
     values,
     scale,
@@ -83,7 +83,7 @@ def product(x: torch.Tensor, weights: Int8Weights, summands: int = 1) -> torch.T
     twice = x.element_size() == 2 and summand_width % (2 * INPUTS) == 0
     inputs = 2 * INPUTS if twice else INPUTS
     grid = triton.cdiv(stride, columns), triton.cdiv(num_rows, rows), summands
-    _product[grid](
+    _int8_product[grid](
         x,
         *weights,
         y,

@@ -1,8 +1,9 @@
 """Linears whose frozen weights are kept in 4 or 8 bits, as in QLoRA.
 
-A weight is dequantised at each use and again in the backward, so sampling, scoring and the gradient
-read the same numbers. bitsandbytes' own linears do not: its 8-bit one rounds inputs to int8 too,
-its 4-bit one uses another kernel where no gradient is asked. So only its packing to NF4 is used.
+A weight is dequantised at each use and again in the backward, or within the sampler's product
+(`int8_triton`), so sampling, scoring and the gradient read the same numbers. bitsandbytes' own
+linears do not: its 8-bit one rounds inputs to int8 too, its 4-bit one uses another kernel where no
+gradient is asked. So only its packing to NF4 is used.
 """
 
 import torch

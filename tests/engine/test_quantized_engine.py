@@ -38,7 +38,7 @@ def test_scores_and_gradients_are_those_of_the_modules(choice, checkpointing, lo
 
 
 def test_one_layers_matrices_exist_at_a_time(choice):
-    """The weights stay packed, in their own storage; a released engine leaves them as they were."""
+    """The weights stay packed; a released engine leaves them as they were."""
     llm = quantized_llm(choice)
     before = {name: value.clone() for name, value in llm.state_dict().items()}
     engine = Engine(llm, pad_id=1)

@@ -207,16 +207,12 @@ def ceilings(options: Ceilings) -> tuple[float, float, dict]:
     return matmul, bandwidth, dict(device=device_name(options.device)) | words
 
 
-def mean_ceilings(
-    first: tuple[float, float, dict], last: tuple[float, float, dict]
-) -> tuple[float, float, dict]:
-    """Return the mean of two results of `ceilings`, with the last by the first."""
-    (matmul, bandwidth, words), (last_matmul, last_bandwidth, last_words) = first, last
-    drifts = dict(matmul_drift=last_matmul / matmul, bandwidth_drift=last_bandwidth / bandwidth)
-    matmul, bandwidth = (matmul + last_matmul) / 2, (bandwidth + last_bandwidth) / 2
-    means = dict(matmul_tflops=matmul / 1e12, bandwidth_tb_per_second=bandwidth / 1e12)
-    settled = words["ceilings_settled"] and last_words["ceilings_settled"]
-    return matmul, bandwidth, words | means | drifts | dict(ceilings_settled=settled)
+def drifts(first: dict, last: dict) -> dict[str, float]:
+    """Return by how much ceilings measured last are those measured first."""
+    return dict(
+        matmul_drift=last["matmul_tflops"] / first["matmul_tflops"],
+        bandwidth_drift=last["bandwidth_tb_per_second"] / first["bandwidth_tb_per_second"],
+    )
 
 
 def print_table(columns: dict[str, str], rows: dict[str, dict], **title: float | int | str | bool):

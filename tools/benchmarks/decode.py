@@ -91,7 +91,8 @@ def token_times(
 
     All samplers take turns, so the ratio of two of them holds on a host whose speed changes.
 
-    Args: floor: milliseconds of a token; its ratio has the median, lowest and highest of a round.
+    Args: floor: milliseconds of a token, to which the ratio is that of medians; lowest and highest
+        are those of a round.
     """
     num_tokens = options.num_tokens
 

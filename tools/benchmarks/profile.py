@@ -33,6 +33,7 @@ OURS = {
     for file in Path(engine.__file__).parent.glob("*_triton.py")  # to import them needs Triton
     for name in re.findall(r"^@triton\.jit.*\ndef (\w+)", file.read_text(), re.MULTILINE)
 }
+OUR_PRODUCTS = {"_int8_product"}
 KERNELS = ["matrix products", "attention", "our and compiled kernels", "other kernels", "copies"]
 Event = tuple[str, float, float]  # name, start and end in seconds
 MARKS = {"cuda": "spin_kernel", "cpu": "end of phase"}
@@ -140,6 +141,8 @@ def kernel_class(name: str) -> str:
         return "copies"
     if ATTENTION.search(name):
         return "attention"
+    if name in OUR_PRODUCTS:
+        return "matrix products"
     if name in OURS or name.startswith("triton_"):  # so torch.compile names what it makes of ours
         return "our and compiled kernels"
     return "matrix products" if PRODUCTS.search(name) else "other kernels"

@@ -12,10 +12,11 @@ ours before and behind it, by whose median it is divided. A step of the 4B in TR
 is scored with its prompt. So that the comparison ends in about two minutes, TRL's way is warmed up
 by one step and timed by one. `--alternative_rounds 5 --alternative_warmup 3` measures more.
 
-The ceilings, by which the floor is computed, are measured before and behind the steps: the floor is
-by their mean.
+The ceilings, by which the floor is computed, are measured before the steps, and again behind them:
+the drifts are the last by the first.
 """
 
+import gc
 import statistics
 from dataclasses import dataclass, replace
 
@@ -52,32 +53,34 @@ class Options(common.Ceilings, workload.Options):
 
 def measure(options: Options) -> dict:
     """Return {"ours", alternatives: seconds by phase and in all; "floor"; "ratios" to ours, ..}."""
-    before, names = common.ceilings(options), ("ours", *options.alternatives)
+    if options.alternatives and options.budget_gib:
+        raise ValueError("--budget_gib: not with --alternatives, whose models are there together")
+    matmul, bandwidth, ceilings = common.ceilings(options)
+    names, works, warmths = ("ours", *options.alternatives), {}, {}
     others = replace(options, rounds=options.alternative_rounds, warmup=options.alternative_warmup)
-    works, warmths, held = {}, {}, {}
     for name in names:  # each has a model of its own, of the same weights
-        allocated = allocated_gib(options.device)
         works[name] = WAYS[name](options if name == "ours" else others)
         warmths[name] = works[name].warm_up()
-        held[name] = allocated_gib(options.device) - allocated
     clocks, ratios = in_turns(works, options)
-    matmul, bandwidth, ceilings = common.mean_ceilings(before, common.ceilings(options))
-    measured = ceilings | dict(shapes=options.shapes, flags=works["ours"].config.flags)
+    bases = {name: base_bytes(work.state) / GIB for name, work in works.items()}
+    wasted = {name: work.wasted() for name, work in works.items()}
+    measured = dict(shapes=options.shapes, flags=works["ours"].config.flags, ratios=ratios)
+    measured["floor"] = summary([step_floor(works["ours"], matmul, bandwidth)])
+    held = free(works, options.device)
+    ceilings |= common.drifts(ceilings, common.ceilings(options)[2])
+    measured |= ceilings
     for name in names:
         of_way = summary([clock.seconds for clock in clocks[name]]) | vars(warmths[name])
         peak = max(peak for clock in clocks[name] for peak in (0.0, *clock.peaks.values()))
         peak -= sum(gib for other, gib in held.items() if other != name)
-        base = base_bytes(works[name].state) / GIB
+        base = bases[name]
         of_way |= dict(peak_gib=peak, base_gib=base, peak_ratio=peak / base)
-        of_way |= dict(wasted_tokens=works[name].wasted())
-        measured[name] = of_way
+        measured[name] = of_way | dict(wasted_tokens=wasted[name])
         phases = ", ".join(f"{p} {s:.3f}" for p, s in of_way["phases"].items())
         print(f"{name}: {of_way['total']:.3f} s a step, {warmths[name]}: {phases}", flush=True)
         print(f"{name}: peak {peak:.2f} GiB, {peak / base:.2f} x base {base:.2f}", flush=True)
-    wasted = ", ".join(f"{p} {part:.1%}" for p, part in measured["ours"]["wasted_tokens"].items())
-    print(f"ours: decoded and no answer's: {wasted}", flush=True)
-    measured["floor"] = summary([step_floor(works["ours"], matmul, bandwidth)])
-    measured["ratios"] = ratios
+    parts = ", ".join(f"{phase} {part:.1%}" for phase, part in wasted["ours"].items())
+    print(f"ours: decoded and no answer's: {parts}", flush=True)
     totals, floor = measured["ours"]["totals"], measured["floor"]["total"]
     measured["ratio_to_floor"] = measured["ours"]["total"] / floor
     ways = [*names, "floor"]
@@ -96,9 +99,19 @@ def measure(options: Options) -> dict:
     return measured
 
 
-def allocated_gib(device: str) -> float:
-    """Return the GiB that torch has given out on a GPU; 0 on a CPU."""
-    return torch.cuda.memory_allocated() / GIB if torch.device(device).type == "cuda" else 0.0
+def free(works: dict, device: str) -> dict[str, float]:
+    """Empty `works`, and lift the limit of memory; return the GiB that each held on a GPU."""
+    held, is_cuda = {}, torch.device(device).type == "cuda"
+    for name in list(works):
+        gc.collect()
+        allocated = torch.cuda.memory_allocated(device) if is_cuda else 0
+        del works[name]
+        gc.collect()
+        held[name] = (allocated - torch.cuda.memory_allocated(device)) / GIB if is_cuda else 0.0
+    if is_cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(1.0, torch.device(device).index)
+    return held
 
 
 def in_turns(works: dict, options: Options) -> tuple[dict, dict]:

@@ -7,7 +7,7 @@ import pytest
 from tools.benchmarks import __main__, common, scale, workload
 from tools.benchmarks.common import (
     Timed,
-    mean_ceilings,
+    drifts,
     ratios,
     stable,
     timings_in_turns,
@@ -133,10 +133,7 @@ def test_ratios_are_of_neighbouring_rounds():
     assert ratios([4, 8, 2], [2, 4, 4]) == dict(ratio=2, lowest=0.5, highest=2)
 
 
-def test_mean_of_two_measurements_of_the_ceilings():
-    first = (2e12, 4e12, dict(device="a", ceilings_settled=True))
-    matmul, bandwidth, words = mean_ceilings(first, (3e12, 2e12, dict(ceilings_settled=False)))
-    assert (matmul, bandwidth, words["device"]) == (2.5e12, 3e12, "a")
-    assert (words["matmul_tflops"], words["bandwidth_tb_per_second"]) == (2.5, 3)
-    assert (words["matmul_drift"], words["bandwidth_drift"]) == (1.5, 0.5)
-    assert not words["ceilings_settled"]
+def test_drifts_of_the_ceilings():
+    first = dict(matmul_tflops=2.0, bandwidth_tb_per_second=4.0)
+    last = dict(matmul_tflops=3.0, bandwidth_tb_per_second=2.0)
+    assert drifts(first, last) == dict(matmul_drift=1.5, bandwidth_drift=0.5)

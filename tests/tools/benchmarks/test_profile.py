@@ -14,6 +14,7 @@ from tools.benchmarks import profile
         ("void cutlass::Kernel2<cutlass_80_tensorop>", "matrix products"),
         ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits>", "attention"),
         ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80", "attention"),
+        ("_int8_product", "matrix products"),
         ("_attend", "attention"),
         ("_merge", "attention"),
         ("_gate", "our and compiled kernels"),
