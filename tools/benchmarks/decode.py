@@ -100,8 +100,8 @@ def token_times(
         with torch.autocast(torch.device(options.device).type, torch.bfloat16):
             works[name](number)
 
-    turns = {(name, n): partial(sample, name, n) for name in works for n in (num_tokens, 1)}
-    timings, times = common.timings_in_turns(turns, options), {}
+    samples = {(name, n): partial(sample, name, n) for name in works for n in (num_tokens, 1)}
+    timings, times = common.timings_in_turns(samples, options), {}
     for name in works:
         whole, first = timings[name, num_tokens], timings[name, 1]
         # The first token comes from the prompts' forward, not from a step of decoding.

@@ -66,13 +66,13 @@ def measure(options: Options) -> dict:
     wasted = {name: work.wasted() for name, work in works.items()}
     measured = dict(shapes=options.shapes, flags=works["ours"].config.flags, ratios=ratios)
     measured["floor"] = summary([step_floor(works["ours"], matmul, bandwidth)])
-    held = free(works, options.device)
+    standing = free(works, options.device)
     ceilings |= common.drifts(ceilings, common.ceilings(options)[2])
     measured |= ceilings
     for name in names:
         of_way = summary([clock.seconds for clock in clocks[name]]) | vars(warmths[name])
         peak = max(peak for clock in clocks[name] for peak in (0.0, *clock.peaks.values()))
-        peak -= sum(gib for other, gib in held.items() if other != name)
+        peak -= sum(gib for other, gib in standing.items() if other != name)
         base = bases[name]
         of_way |= dict(peak_gib=peak, base_gib=base, peak_ratio=peak / base)
         measured[name] = of_way | dict(wasted_tokens=wasted[name])
@@ -100,18 +100,18 @@ def measure(options: Options) -> dict:
 
 
 def free(works: dict, device: str) -> dict[str, float]:
-    """Empty `works`, and lift the limit of memory; return the GiB that each held on a GPU."""
-    held, is_cuda = {}, torch.device(device).type == "cuda"
+    """Empty `works`, and lift the limit of memory; return the GiB that each freed on a GPU."""
+    freed, is_cuda = {}, torch.device(device).type == "cuda"
     for name in list(works):
         gc.collect()
         allocated = torch.cuda.memory_allocated(device) if is_cuda else 0
         del works[name]
         gc.collect()
-        held[name] = (allocated - torch.cuda.memory_allocated(device)) / GIB if is_cuda else 0.0
+        freed[name] = (allocated - torch.cuda.memory_allocated(device)) / GIB if is_cuda else 0.0
     if is_cuda:
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(1.0, torch.device(device).index)
-    return held
+    return freed
 
 
 def in_turns(works: dict, options: Options) -> tuple[dict, dict]:
@@ -120,18 +120,18 @@ def in_turns(works: dict, options: Options) -> tuple[dict, dict]:
     Steps of ours, at least `rounds` in all, are before, between and behind the alternatives'.
     """
     alternatives = [name for name in works if name != "ours"]
-    num_turns = options.alternative_rounds if alternatives else 0
-    of_a_turn = -(-options.rounds // (num_turns + 1))
+    num_rounds = options.alternative_rounds if alternatives else 0
+    steps_between = -(-options.rounds // (num_rounds + 1))
     clocks = {name: [] for name in works}
-    for turn in range(num_turns + 1):
-        clocks["ours"] += [works["ours"].step() for _ in range(of_a_turn)]
-        for name in alternatives if turn < num_turns else ():
+    for number in range(num_rounds + 1):
+        clocks["ours"] += [works["ours"].step() for _ in range(steps_between)]
+        for name in alternatives if number < num_rounds else ():
             clocks[name].append(works[name].step())
     totals = {name: [sum(c.seconds.values()) for c in of_way] for name, of_way in clocks.items()}
     # Of each alternative step the steps of ours before and behind it.
     neighbours = [
-        statistics.median(totals["ours"][turn * of_a_turn : (turn + 2) * of_a_turn])
-        for turn in range(num_turns)
+        statistics.median(totals["ours"][number * steps_between : (number + 2) * steps_between])
+        for number in range(num_rounds)
     ]
     return clocks, {name: common.ratios(totals[name], neighbours) for name in alternatives}
 
