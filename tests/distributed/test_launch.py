@@ -30,7 +30,7 @@ if way == "orphaned":
 if way == "waiting":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as Python's handler in a call that does not end
 open(f"{folder}/rank{rank}.{attempt}.{os.getpid()}", "w").close()
-if way in ("crashed", "waiting") and rank == "1":  # the other has begun
+if way in ("crashed", "waiting", "sentence") and rank == "1":  # the other has begun
     while len(os.listdir(folder)) < 2:
         time.sleep(0.01)
 if attempt == "0" and way in ("crashed", "waiting") and rank == "1":
