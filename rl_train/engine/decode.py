@@ -205,7 +205,7 @@ class Graph:
 
     Attributes:
         rows: of one or two roles the rows (n,) of their answers; the others are unused.
-        int8: whether it reads weights in int8 as they are.
+        int8: whether its kernels multiply with int8 weights, which are not dequantised.
     """
 
     def __init__(

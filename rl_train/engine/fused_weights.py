@@ -1,13 +1,13 @@
 """Weights of a decoder LLM as few matrices, of which its parameters are views while in use.
 
-Quantised parameters are no part of such matrices, see below.
+Parameters in 4 bits stay as they are. Those in int8 become views of larger int8 tensors.
 
 Of layers in shards (--fsdp) the matrices are copies, made when a layer is gathered. While all are
 gathered, this rank's shards do not exist beside them: the last layers' matrices lie in their
 memory.
 
 Of quantised layers (--quantize_base) there is one layer's matrices at a time, in memory that all
-layers share: each use of a layer dequantises it. Only the sampler may read int8 as it is.
+layers share: each use of a layer dequantises it. Only the sampler may multiply with int8 itself.
 
 Linears that read one input are one product. Of [Wq; Wk; Wv; Aq; Ak; Av] the W are the model's
 frozen weights, of which there is one copy in memory; the rows of the LoRA are copied in from the
@@ -54,8 +54,8 @@ class FusedLinears:
         sizes: outputs of each linear.
         memory: where the matrix lies while all layers in shards are gathered; None: anywhere. Of
             quantised linears the memory that they share with those of other layers.
-        int8: of linears in int8 (outputs, inputs) and their scales (outputs,); the parameters are
-            views of these.
+        int8: of linears in int8 their weights (outputs, inputs) and scales (outputs,), of which the
+            parameters are views; else None.
         lora_a: of quantised linears their own copies of the A of one or two LoRAs (rows, inputs),
             which `dequantize` writes behind the weights.
     """
@@ -298,7 +298,8 @@ class FusedModel:
 
     Attributes:
         is_whole: whether no layer is in shards, or all are gathered.
-        is_quantized: whether the layers' linears are quantised; has_int8: and that in int8.
+        is_quantized: whether the layers' linears are quantised.
+        has_int8: whether they are in int8.
         second_targets: copies of the LoRA that `hold_lora` keeps; None: never called.
     """
 
@@ -447,7 +448,7 @@ class FusedModel:
         Args:
             then: number of the layer that is needed next; beyond the layers: none.
             num_loras: 2: with the LoRA that is held too.
-            int8: whether weights in int8 are read as they are, not dequantised.
+            int8: whether to leave weights in int8 as they are, for the sampler's kernels.
         """
         layer = self.layers[number]
         if int8:

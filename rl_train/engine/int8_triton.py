@@ -1,6 +1,6 @@
 """Product of few rows with int8 weights in Triton, without a dequantised copy of them.
 
-A token of the sampler reads each weight once, so it takes as long as it reads bytes.
+A token of the sampler reads each weight once: its time is that of the bytes read.
 
 Letters: N rows, C inputs, a rows of LoRA's A.
 """
@@ -12,11 +12,11 @@ import triton.language as tl
 from rl_train.engine.layers import Int8Weights
 from rl_train.engine.linear_triton import at_least_16
 
-MOST_ROWS = 128  # with more, dequantising pays
+MOST_ROWS = 128  # with more rows weights are dequantised; what is faster there was not measured
 ROWS = 64  # of a program at most
-COLUMNS = 32  # of a program; of many columns twice as many, which tensor cores like better
-MANY = 8192  # columns: then twice as many a program leave enough programs for a GPU
-INPUTS = 64  # that a program reads at a time; of 16 bits, if these divide them, twice as many
+COLUMNS = 32  # of a program; of wide linears twice as many (32 were not timed alone)
+WIDE = 8192  # outputs from which a linear is wide: it still has enough programs for a GPU
+INPUTS = 64  # that a program reads at a time; twice as many of 16 bits, if they divide the width
 
 
 @triton.jit
@@ -42,13 +42,13 @@ def _int8_product(
     rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
     summand = tl.program_id(2)
-    read = summand * summand_width + tl.arange(0, INPUTS)
+    first_inputs = summand * summand_width + tl.arange(0, INPUTS)
     is_row, is_column = (rows < num_rows)[None, :], (columns < stride)[:, None]
     dtype = x.dtype.element_ty
-    x += rows[None, :] * width + read[:, None]
+    x += rows[None, :] * width + first_inputs[:, None]
     total = tl.zeros((COLUMNS, ROWS), tl.float32)
     if tl.program_id(0) * COLUMNS < outputs:
-        weight = values + columns[:, None] * width + read[None, :]
+        weight = values + columns[:, None] * width + first_inputs[None, :]
         factor = tl.load(scale + columns)[:, None]
         for start in range(0, summand_width, INPUTS):
             inputs = tl.load(x + start, mask=is_row, other=0.0)
@@ -56,7 +56,7 @@ def _int8_product(
             weights = (tl.load(weight + start).to(tl.float32) * factor).to(dtype)
             total = tl.dot(weights, inputs, total, input_precision="ieee")
     else:
-        a = lora_a + (columns - outputs)[:, None] * width + read[None, :]
+        a = lora_a + (columns - outputs)[:, None] * width + first_inputs[None, :]
         for start in range(0, summand_width, INPUTS):
             inputs = tl.load(x + start, mask=is_row, other=0.0)
             weights = tl.load(a + start, mask=is_column, other=0.0)
@@ -79,7 +79,7 @@ def product(x: torch.Tensor, weights: Int8Weights, summands: int = 1) -> torch.T
     stride, summand_width = outputs + len(weights.lora_a), width // summands
     y = x.new_empty(summands, num_rows, stride, dtype=torch.float32 if summands > 1 else x.dtype)
     rows = min(ROWS, at_least_16(num_rows))
-    columns = 2 * COLUMNS if outputs >= MANY and outputs % (2 * COLUMNS) == 0 else COLUMNS
+    columns = 2 * COLUMNS if outputs >= WIDE and outputs % (2 * COLUMNS) == 0 else COLUMNS
     twice = x.element_size() == 2 and summand_width % (2 * INPUTS) == 0
     inputs = 2 * INPUTS if twice else INPUTS
     grid = triton.cdiv(stride, columns), triton.cdiv(num_rows, rows), summands
