@@ -15,6 +15,7 @@ from rl_train.engine.decode_torch import TokenCache
 from rl_train.engine.layers import Norm
 from rl_train.engine.linear_triton import (
     Projected,
+    at_least_16,
     linear,
     norm_scale,
     product_of,
@@ -60,7 +61,8 @@ class Heads(NamedTuple):
     D: int
     G: int = 0  # rows of a prefix
     SPLITS: int = 0  # of a prefix's keys
-    QUERIES: int = 0  # of a program
+    QUERIES: int = 0  # of a program that reads a prefix's keys
+    OWN_QUERIES: int = 0  # of one that reads a row's own
     KEYS: int = 0  # that it reads together
 
 
@@ -185,42 +187,104 @@ def _attend(
     chunk,
     M: tl.constexpr,
 ):
-    """Compute attention of QUERIES queries over a range of keys: a prefix's or a row's own."""
-    H: tl.constexpr = M.H
-    K: tl.constexpr = M.K
-    D: tl.constexpr = M.D
-    QUERIES: tl.constexpr = M.QUERIES
-    PER: tl.constexpr = M.H // M.K  # query heads of a key-value head
-    item, kv = tl.program_id(0), tl.program_id(1)
-    blocks: tl.constexpr = (M.G * PER + QUERIES - 1) // QUERIES
-    own_blocks: tl.constexpr = (PER + QUERIES - 1) // QUERIES
-    num_shared = num_prefixes * blocks * M.SPLITS
+    """Compute attention of some queries over a range of keys: a prefix's or a row's own."""
+    blocks: tl.constexpr = (M.G * (M.H // M.K) + M.QUERIES - 1) // M.QUERIES
+    item, num_shared = tl.program_id(0), num_prefixes * blocks * M.SPLITS
     # Programs of prefixes' keys come first, then those of each row's own.
     if item < num_shared:
-        # QUERIES of the prefix's G * PER queries, against one of SPLITS ranges of its keys.
-        owner, split = item // M.SPLITS // blocks, item % M.SPLITS
-        query = item // M.SPLITS % blocks * QUERIES + tl.arange(0, QUERIES)
-        row, valid = owner * M.G + query // PER, query < M.G * PER
-        empty = tl.load(pad + owner).to(tl.int32)
-        low, high = tl.maximum(split * chunk, empty), tl.minimum((split + 1) * chunk, prefix.slots)
-        unfinished = tl.load(done + row, mask=valid, other=1) == 0
-        # Keys for which no row is left are not read.
-        high = tl.where(tl.max(unfinished.to(tl.int32)) > 0, high, low)
-        base = (owner.to(tl.int64) * K + kv) * prefix.slots * D
-        keys, values = prefix.k + base, prefix.v + base
+        block = item // M.SPLITS
+        _attend_to_prefix(
+            q,
+            prefix,
+            pad,
+            done,
+            partials,
+            sizes,
+            scale,
+            block // blocks,
+            block % blocks,
+            item % M.SPLITS,
+            chunk,
+            M,
+        )
     else:
-        # QUERIES of the row's PER queries, against its own keys.
-        own_item = item - num_shared
-        owner, split = own_item // own_blocks, M.SPLITS
-        query = own_item % own_blocks * QUERIES + tl.arange(0, QUERIES)
-        row, valid = owner + query // PER, query < PER
-        high = tl.load(slot).to(tl.int32) + 1
-        # A row that is done reads its newest slot alone, so that its sum is not 0.
-        low = tl.where(tl.load(done + owner) == 0, tl.load(own_pad + owner), high - 1)
-        base = (owner.to(tl.int64) * K + kv) * suffix.slots * D
-        keys, values = suffix.k + base, suffix.v + base
+        row = item - num_shared
+        _attend_to_own(q, suffix, own_pad, done, slot, partials, sizes, scale, row, M)
+
+
+@triton.jit
+def _attend_to_prefix(
+    q, prefix, pad, done, partials, sizes, scale, owner, block, split, chunk, M: tl.constexpr
+):
+    """Attend with QUERIES of the prefix's queries to one of SPLITS ranges of its keys."""
+    PER: tl.constexpr = M.H // M.K  # query heads of a key-value head
+    QUERIES: tl.constexpr = M.QUERIES
+    kv = tl.program_id(1)
+    query = block * QUERIES + tl.arange(0, QUERIES)
+    row, valid = owner * M.G + query // PER, query < M.G * PER
+    empty = tl.load(pad + owner).to(tl.int32)
+    low, high = tl.maximum(split * chunk, empty), tl.minimum((split + 1) * chunk, prefix.slots)
+    unfinished = tl.load(done + row, mask=valid, other=1) == 0
+    # Keys for which no row is left are not read.
+    high = tl.where(tl.max(unfinished.to(tl.int32)) > 0, high, low)
+    first_slot = (owner.to(tl.int64) * M.K + kv) * prefix.slots
+    head = row.to(tl.int64) * M.H + kv * PER + query % PER
+    _attend_to_range(
+        q, prefix, partials, sizes, scale, head, valid, split, first_slot, low, high, M, QUERIES
+    )
+
+
+@triton.jit
+def _attend_to_own(q, suffix, own_pad, done, slot, partials, sizes, scale, row, M: tl.constexpr):
+    """Attend with a row's queries, at most OWN_QUERIES, to its own keys."""
+    PER: tl.constexpr = M.H // M.K
+    QUERIES: tl.constexpr = M.OWN_QUERIES
+    kv, query = tl.program_id(1), tl.arange(0, QUERIES)
+    high = tl.load(slot).to(tl.int32) + 1
+    # A row that is done reads its newest slot alone, so that its sum is not 0.
+    low = tl.where(tl.load(done + row) == 0, tl.load(own_pad + row), high - 1)
+    first_slot = (row.to(tl.int64) * M.K + kv) * suffix.slots
+    head, split = row.to(tl.int64) * M.H + kv * PER + query, M.SPLITS
+    _attend_to_range(
+        q,
+        suffix,
+        partials,
+        sizes,
+        scale,
+        head,
+        query < PER,
+        split,
+        first_slot,
+        low,
+        high,
+        M,
+        QUERIES,
+    )
+
+
+@triton.jit
+def _attend_to_range(
+    q,
+    cache,
+    partials,
+    sizes,
+    scale,
+    head,
+    valid,
+    split,
+    first_slot,
+    low,
+    high,
+    M: tl.constexpr,
+    QUERIES: tl.constexpr,
+):
+    """Attend with the queries `head` to the keys from low to high behind the cache's `first_slot`.
+
+    The result is number `split` of the partial ones.
+    """
+    D: tl.constexpr = M.D
     d, key = tl.arange(0, D), tl.arange(0, M.KEYS)
-    head = row.to(tl.int64) * H + kv * PER + query % PER
+    keys, values = cache.k + first_slot * D, cache.v + first_slot * D
     vectors = tl.load(q + head[:, None] * D + d[None, :], mask=valid[:, None], other=0.0)
     highest = tl.full((QUERIES,), -1e30, tl.float32)  # not -inf, whose differences are NaN
     total, mixed = tl.zeros((QUERIES,), tl.float32), tl.zeros((QUERIES, D), tl.float32)
@@ -275,8 +339,7 @@ def attend(cache: TokenCache, q: torch.Tensor, k: None, v: None) -> torch.Tensor
     partials = q.new_empty(n, num_heads, num_partials, size, dtype=torch.float32)
     sums = q.new_empty(n, num_heads, num_partials, 2, dtype=torch.float32)
     shared_items = num_prefixes * triton.cdiv(group * per, queries) * splits
-    own_items = n * triton.cdiv(per, queries)
-    _attend[(shared_items + own_items, num_kv)](
+    _attend[(shared_items + n, num_kv)](
         q,
         Cache(prefix_keys, prefix_values, slots),
         Cache(keys, values, own_slots),
@@ -289,7 +352,7 @@ def attend(cache: TokenCache, q: torch.Tensor, k: None, v: None) -> torch.Tensor
         size**-0.5 * LOG2E,  # for exp2, which GPUs compute directly
         num_prefixes,
         chunk,
-        Heads(num_heads, num_kv, size, group, splits, queries, num_keys),
+        Heads(num_heads, num_kv, size, group, splits, queries, at_least_16(per), num_keys),
     )
     out, block = torch.empty_like(q), triton.next_power_of_2(num_partials)
     _merge[(n * num_heads,)](

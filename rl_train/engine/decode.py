@@ -205,7 +205,7 @@ class Graph:
 
     Attributes:
         rows: of one or two roles the rows (n,) of their answers; the others are unused.
-        int8: whether its kernels multiply with int8 weights, which are not dequantised.
+        reads_int8: whether its kernels multiply with int8 weights, which are not dequantised.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class Graph:
         angle = positions[:, None] * fused.inv_freq
         angles = [f(angle) * fused.rope_scale for f in (torch.cos, torch.sin)]
         self.cos, self.sin = (values.to(cache.dtype) for values in angles)  # (positions, D/2)
-        self.int8 = fused.has_int8 and fused.decode_ops.reads_int8(fused.layers[0].copied, n)
+        self.reads_int8 = fused.has_int8 and fused.decode_ops.reads_int8(fused.layers[0].copied, n)
         self.graph = self._capture(pool)
 
     @property
@@ -393,7 +393,7 @@ class Graph:
                 *prefix, *suffix, pad=self.pad, own_pad=self.own_pad, done=self.done, slot=self.slot
             )
             attention, parts = partial(ops.attend, cache), ops.parts(cache)
-            with fused.gathered(number, number + 1, self.num_loras, self.int8) as weights:
+            with fused.gathered(number, number + 1, self.num_loras, self.reads_int8) as weights:
                 x = decoder_layer(x, weights, rotation, attention, parts)
         residual, normed = ops.final(x, fused.final_norm)
         return residual if fused.before_norm else normed, normed

@@ -26,10 +26,12 @@ from rl_train.engine.linear_triton import (
     COLUMNS,
     Normed,
     Projected,
+    lora_product,
     norm_scale,
     product_of,
     read_linear,
     read_lora_b,
+    read_outputs,
     read_power,
 )
 from rl_train.engine.linear_triton import linear as with_lora
@@ -47,11 +49,9 @@ def fits(head_size: int, width: int, mlp_width: int) -> bool:
 
 def reads_int8(layer: Layer, num_rows: int) -> bool:
     """Tell whether int8 weights need not be dequantised for so many rows."""
-    summands = dict(qkv=1, out=SUMMANDS, gate_up=1, down=SUMMANDS)
-    linears = {name: getattr(layer, name) for name in summands}
     return num_rows <= int8_triton.MOST_ROWS and all(
-        int8_triton.fits(sum(linears[name].sizes), linears[name].weight.shape[1], summands[name])
-        for name in summands
+        int8_triton.fits(sum(linears.sizes), linears.weight.shape[1])
+        for linears in (layer.qkv, layer.out, layer.gate_up, layer.down)
     )
 
 
@@ -79,7 +79,7 @@ def linear(inputs: torch.Tensor | Normed, linears: Linears) -> Projected:
             return Projected(int8_triton.product(inputs.x, linears.int8)[0], linears, inputs)
         return Projected(F.linear(inputs.x, linears.weight), linears, inputs)
     if linears.int8 is not None:
-        return Projected(int8_triton.product(inputs, linears.int8, SUMMANDS), linears)
+        return Projected(int8_triton.product(inputs, linears.int8, split=True), linears)
     return Projected(_product(inputs, linears.weight), linears)
 
 
@@ -184,12 +184,14 @@ def _gate(product, power, eps, out, width, S: tl.constexpr, C: tl.constexpr):
     up_columns, inner = width + columns, 2 * width  # [gate | up | A's outputs of gate | of up]
     dtype = out.dtype.element_ty
     summands = read_power(power, rows, product.num_rows, S)
-    g_b, u_b = read_lora_b(product, columns, S), read_lora_b(product, up_columns, S)
-    g, g_a = read_linear(product, product.y, rows, columns, inner, S)
-    u, u_a = read_linear(product, product.y, rows, up_columns, inner + S.RANK, S)
+    g = read_outputs(product, product.y, rows, columns, S).to(tl.float32)
+    u = read_outputs(product, product.y, rows, up_columns, S).to(tl.float32)
+    if S.RANK > 0:
+        g += product.scaling * lora_product(product, rows, columns, inner, S)
+        u += product.scaling * lora_product(product, rows, up_columns, inner + S.RANK, S)
     scale = norm_scale(summands, eps)
-    g = (with_lora(product, g, g_a, g_b, S) * scale).to(dtype).to(tl.float32)
-    u = (with_lora(product, u, u_a, u_b, S) * scale).to(dtype).to(tl.float32)
+    g = (g * scale).to(dtype).to(tl.float32)
+    u = (u * scale).to(dtype).to(tl.float32)
     g = (g / (1 + tl.exp(-g))).to(dtype).to(tl.float32)  # silu
     at = rows[:, None] * width + columns[None, :]
     tl.store(out + at, (g * u).to(dtype), mask=(rows < product.num_rows)[:, None])

@@ -439,7 +439,7 @@ class FusedModel:
 
     @contextlib.contextmanager
     def gathered(
-        self, number: int, then: int, num_loras: int = 1, int8: bool = False
+        self, number: int, then: int, num_loras: int = 1, in_int8: bool = False
     ) -> Iterator[layers.Layer]:
         """Context in which a layer's weights with copies of the LoRA are there.
 
@@ -448,10 +448,10 @@ class FusedModel:
         Args:
             then: number of the layer that is needed next; beyond the layers: none.
             num_loras: 2: with the LoRA that is held too.
-            int8: whether to leave weights in int8 as they are, for the sampler's kernels.
+            in_int8: whether to leave weights in int8 as they are, for the sampler's kernels.
         """
         layer = self.layers[number]
-        if int8:
+        if in_int8:
             yield layer.in_int8(num_loras)
             return
         if self.is_quantized:

@@ -14,9 +14,10 @@ from rl_train.engine.linear_triton import at_least_16
 
 MOST_ROWS = 128  # with more rows weights are dequantised; what is faster there was not measured
 ROWS = 64  # of a program at most
-COLUMNS = 32  # of a program; of wide linears twice as many (32 were not timed alone)
-WIDE = 8192  # outputs from which a linear is wide: it still has enough programs for a GPU
+COLUMNS = 64  # of a program
 INPUTS = 64  # that a program reads at a time; twice as many of 16 bits, if they divide the width
+# Parts into which inputs can be split, the most that the width allows. More programs read at once.
+SPLITS = (4, 2, 1)
 
 
 @triton.jit
@@ -65,24 +66,25 @@ def _int8_product(
     tl.store(y, total.to(y.dtype.element_ty), mask=is_row & is_column)
 
 
-def fits(outputs: int, width: int, summands: int) -> bool:
+def fits(outputs: int, width: int) -> bool:
     """Tell whether `product` supports these sizes."""
-    return outputs % COLUMNS == width % (summands * INPUTS) == 0
+    return outputs % COLUMNS == width % INPUTS == 0
 
 
-def product(x: torch.Tensor, weights: Int8Weights, summands: int = 1) -> torch.Tensor:
+def product(x: torch.Tensor, weights: Int8Weights, split: bool = False) -> torch.Tensor:
     """Return x (N, C) times the dequantised weights and LoRA's A: (summands, N, outputs + a).
 
-    Several summands, of parts of the inputs, are float32; one has the dtype of x.
+    Args:
+        split: whether to split the inputs into several parts. Their summands are float32; a single
+            one has the dtype of x.
     """
     (num_rows, width), outputs = x.shape, len(weights.values)
+    summands = next(n for n in SPLITS if width % (n * INPUTS) == 0) if split else 1
     stride, summand_width = outputs + len(weights.lora_a), width // summands
     y = x.new_empty(summands, num_rows, stride, dtype=torch.float32 if summands > 1 else x.dtype)
     rows = min(ROWS, at_least_16(num_rows))
-    columns = 2 * COLUMNS if outputs >= WIDE and outputs % (2 * COLUMNS) == 0 else COLUMNS
     twice = x.element_size() == 2 and summand_width % (2 * INPUTS) == 0
-    inputs = 2 * INPUTS if twice else INPUTS
-    grid = triton.cdiv(stride, columns), triton.cdiv(num_rows, rows), summands
+    grid = triton.cdiv(stride, COLUMNS), triton.cdiv(num_rows, rows), summands
     _int8_product[grid](
         x,
         *weights,
@@ -93,7 +95,8 @@ def product(x: torch.Tensor, weights: Int8Weights, summands: int = 1) -> torch.T
         stride,
         summand_width,
         rows,
-        columns,
-        inputs,
+        COLUMNS,
+        2 * INPUTS if twice else INPUTS,
+        num_stages=3 if twice else 4,  # reads in flight: fewer of more bytes
     )
     return y

@@ -89,6 +89,7 @@ class Sizes(NamedTuple):
     ROWS: int  # of a program
     RANK: int  # 0 without LoRA
     RANK_BLOCK: int
+    RANK_STEP: int  # of the rank, that `lora_product` reads together
     PARTS: int  # summands of a row's power
     PARTS_BLOCK: int
 
@@ -117,6 +118,7 @@ def product_of(
         rows,
         rank,
         at_least_16(rank),
+        min(64, at_least_16(rank)),
         num_parts,
         triton.next_power_of_2(num_parts),
     )
@@ -149,6 +151,15 @@ def is_second(product: "Product", S: tl.constexpr):
 
 
 @triton.jit
+def read_outputs(
+    product: "Product", y: tl.tensor, rows: tl.tensor, columns: tl.tensor, S: tl.constexpr
+):
+    """Read (rows, columns) of y."""
+    at = y + rows[:, None] * product.stride + columns[None, :]
+    return tl.load(at, mask=(rows < product.num_rows)[:, None], other=0.0)
+
+
+@triton.jit
 def read_linear(
     product: "Product",
     y: tl.tensor,
@@ -162,10 +173,35 @@ def read_linear(
     Args: inner: column at which these start, of the first LoRA.
     """
     valid, r = (rows < product.num_rows)[:, None], tl.arange(0, S.RANK_BLOCK)
-    row = y + rows[:, None] * product.stride
-    outputs = tl.load(row + columns[None, :], mask=valid, other=0.0)
-    lora_at = row + inner + is_second(product, S) * product.second_a + r[None, :]
-    return outputs, tl.load(lora_at, mask=valid & (r < S.RANK)[None, :], other=0.0)
+    lora_at = y + rows[:, None] * product.stride + inner + is_second(product, S) * product.second_a
+    a = tl.load(lora_at + r[None, :], mask=valid & (r < S.RANK)[None, :], other=0.0)
+    return read_outputs(product, y, rows, columns, S), a
+
+
+@triton.jit
+def lora_product(
+    product: "Product", rows: tl.tensor, columns: tl.tensor, inner: tl.tensor, S: tl.constexpr
+):
+    """Return (rows, columns) of the product of LoRA A's outputs and B, in float32.
+
+    It is for programs of many rows and columns, whose registers do not hold both factors: a loop
+    has the next ones read to shared memory.
+
+    Args: inner: as in `read_linear`.
+    """
+    lora_a = product.y + rows[:, None] * product.stride + inner
+    lora_a += is_second(product, S) * product.second_a
+    lora_b = product.lora_b + is_second(product, S) * product.second_b
+    lora_b += columns[None, :] * S.RANK
+    valid = (rows < product.num_rows)[:, None]
+    ROWS: tl.constexpr = S.ROWS
+    total = tl.zeros((ROWS, columns.shape[0]), tl.float32)
+    for start in tl.range(0, S.RANK_BLOCK, S.RANK_STEP, num_stages=3):
+        r = start + tl.arange(0, S.RANK_STEP)
+        a = tl.load(lora_a + r[None, :], mask=valid & (r < S.RANK)[None, :], other=0.0)
+        b = tl.load(lora_b + r[:, None], mask=(r < S.RANK)[:, None], other=0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+    return total
 
 
 @triton.jit

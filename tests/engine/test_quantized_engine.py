@@ -95,7 +95,8 @@ def test_int8_weights_are_those_of_a_dequantised_layer(num_loras):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(
-    "sizes", [(20, 128, 24, 256, 2), (70, 96, 0, 64, 1), (128, 8192, 6, 128, 1)]
+    "sizes",
+    [(20, 128, 24, 256, 4), (70, 192, 0, 64, 1), (128, 8192, 6, 384, 2), (9, 64, 2, 128, 1)],
 )
 def test_product_with_int8_weights(sizes):
     from rl_train.engine import int8_triton
@@ -106,8 +107,9 @@ def test_product_with_int8_weights(sizes):
     scale = torch.rand(outputs, device="cuda") / 1000
     x, lora_a = (torch.randn(n, width, device="cuda").bfloat16() for n in (num_rows, rows_of_a))
     weights = torch.cat([(values * scale[:, None]).bfloat16(), lora_a])
-    assert int8_triton.fits(outputs, width, summands)
-    y = int8_triton.product(x, Int8Weights(values, scale, lora_a), summands)
+    assert int8_triton.fits(outputs, width)
+    split = summands > 1
+    y = int8_triton.product(x, Int8Weights(values, scale, lora_a), split)
     assert y.shape == (summands, num_rows, outputs + rows_of_a)
     expected = x.float() @ weights.float().t()
     assert (y.float().sum(0) - expected).norm() < 4e-3 * expected.norm()  # rounded to bfloat16
@@ -135,7 +137,9 @@ def test_on_a_gpu(choice, mlp_width, monkeypatch):
     from rl_train.engine import int8_triton
 
     products, product = [], int8_triton.product
-    monkeypatch.setattr(int8_triton, "product", lambda *a: products.append(a) or product(*a))
+    monkeypatch.setattr(
+        int8_triton, "product", lambda *a, **k: products.append(a) or product(*a, **k)
+    )
     sizes = dict(hidden_size=256, intermediate_size=mlp_width, num_attention_heads=8)
     llm = quantized_llm(choice, lora_r=16, device="cuda", initializer_range=0.02, **sizes)
     engine = Engine(llm, pad_id=1)
