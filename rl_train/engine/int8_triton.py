@@ -36,33 +36,109 @@ def _int8_product(
     COLUMNS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    """Compute columns of a summand of y, of the weights or of LoRA's A behind them.
+    """Compute columns of a summand of y, of LoRA's A or of the weights.
 
-    The product is W x^T: tensor cores take their first factor, here the weights, from registers.
+    Programs of A come first. They compute half as many columns, as A has twice as many bytes: so
+    they read as many at a time as the others, and do not end later.
     """
-    rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    columns = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
-    summand = tl.program_id(2)
-    first_inputs = summand * summand_width + tl.arange(0, INPUTS)
-    is_row, is_column = (rows < num_rows)[None, :], (columns < stride)[:, None]
-    dtype = x.dtype.element_ty
-    x += rows[None, :] * width + first_inputs[:, None]
-    total = tl.zeros((COLUMNS, ROWS), tl.float32)
-    if tl.program_id(0) * COLUMNS < outputs:
-        weight = values + columns[:, None] * width + first_inputs[None, :]
-        factor = tl.load(scale + columns)[:, None]
-        for start in range(0, summand_width, INPUTS):
-            inputs = tl.load(x + start, mask=is_row, other=0.0)
-            # Rounded as in `quantize_triton`: sampler and scorer have the same weights.
-            weights = (tl.load(weight + start).to(tl.float32) * factor).to(dtype)
-            total = tl.dot(weights, inputs, total, input_precision="ieee")
+    num_lora_a = tl.cdiv(stride - outputs, COLUMNS // 2)
+    item = tl.program_id(0)
+    if item < num_lora_a:
+        _by_lora_a(
+            item,
+            x,
+            lora_a,
+            y,
+            num_rows,
+            width,
+            outputs,
+            stride,
+            summand_width,
+            ROWS,
+            COLUMNS // 2,
+            INPUTS,
+        )
     else:
-        a = lora_a + (columns - outputs)[:, None] * width + first_inputs[None, :]
-        for start in range(0, summand_width, INPUTS):
-            inputs = tl.load(x + start, mask=is_row, other=0.0)
-            weights = tl.load(a + start, mask=is_column, other=0.0)
-            total = tl.dot(weights, inputs, total, input_precision="ieee")
+        _by_weights(
+            item - num_lora_a,
+            x,
+            values,
+            scale,
+            y,
+            num_rows,
+            width,
+            stride,
+            summand_width,
+            ROWS,
+            COLUMNS,
+            INPUTS,
+        )
+
+
+# Products are W x^T: tensor cores take their first factor, the weights, from registers.
+
+
+@triton.jit
+def _by_weights(
+    block,
+    x,
+    values,
+    scale,
+    y,
+    num_rows,
+    width,
+    stride,
+    summand_width,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    dtype = x.dtype.element_ty
+    rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    columns = (block * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    is_row, summand = (rows < num_rows)[None, :], tl.program_id(2)
+    at = summand * summand_width + tl.arange(0, INPUTS)
+    x += rows[None, :] * width + at[:, None]
+    values += columns[:, None] * width + at[None, :]
+    factor = tl.load(scale + columns)[:, None]
+    total = tl.zeros((COLUMNS, ROWS), tl.float32)
+    for start in range(0, summand_width, INPUTS):
+        inputs = tl.load(x + start, mask=is_row, other=0.0)
+        # Rounded as in `quantize_triton`: sampler and scorer have the same weights.
+        weights = (tl.load(values + start).to(tl.float32) * factor).to(dtype)
+        total = tl.dot(weights, inputs, total, input_precision="ieee")
     y += (summand * num_rows + rows[None, :]) * stride + columns[:, None]
+    tl.store(y, total.to(y.dtype.element_ty), mask=is_row)
+
+
+@triton.jit
+def _by_lora_a(
+    block,
+    x,
+    lora_a,
+    y,
+    num_rows,
+    width,
+    outputs,
+    stride,
+    summand_width,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    columns = (block * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    is_row, is_column = (rows < num_rows)[None, :], (columns < stride - outputs)[:, None]
+    summand = tl.program_id(2)
+    at = summand * summand_width + tl.arange(0, INPUTS)
+    x += rows[None, :] * width + at[:, None]
+    lora_a += columns[:, None] * width + at[None, :]
+    total = tl.zeros((COLUMNS, ROWS), tl.float32)
+    for start in range(0, summand_width, INPUTS):
+        inputs = tl.load(x + start, mask=is_row, other=0.0)
+        weights = tl.load(lora_a + start, mask=is_column, other=0.0)
+        total = tl.dot(weights, inputs, total, input_precision="ieee")
+    y += (summand * num_rows + rows[None, :]) * stride + outputs + columns[:, None]
     tl.store(y, total.to(y.dtype.element_ty), mask=is_row & is_column)
 
 
@@ -84,7 +160,8 @@ def product(x: torch.Tensor, weights: Int8Weights, split: bool = False) -> torch
     y = x.new_empty(summands, num_rows, stride, dtype=torch.float32 if summands > 1 else x.dtype)
     rows = min(ROWS, at_least_16(num_rows))
     twice = x.element_size() == 2 and summand_width % (2 * INPUTS) == 0
-    grid = triton.cdiv(stride, COLUMNS), triton.cdiv(num_rows, rows), summands
+    column_blocks = triton.cdiv(stride - outputs, COLUMNS // 2) + outputs // COLUMNS
+    grid = column_blocks, triton.cdiv(num_rows, rows), summands
     _int8_product[grid](
         x,
         *weights,

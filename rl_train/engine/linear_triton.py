@@ -184,8 +184,8 @@ def lora_product(
 ):
     """Return (rows, columns) of the product of LoRA A's outputs and B, in float32.
 
-    It is for programs of many rows and columns, whose registers do not hold both factors: a loop
-    has the next ones read to shared memory.
+    It is for programs of many rows and columns, for which registers can't hold both factors: the
+    loop makes Triton read the next part of them to shared memory.
 
     Args: inner: as in `read_linear`.
     """
