@@ -39,6 +39,16 @@ class FullScores:
     entropy: torch.Tensor  # (n, T)
 
 
+@torch.no_grad()
+def entropies(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return the entropy (n, T) of each token's distribution, of logits (n, T, V).
+
+    Row by row, as TRL's `entropy_from_logits`: all probabilities at once take many GiB.
+    """
+    rows = [torch.distributions.Categorical(logits=row / temperature).entropy() for row in logits]
+    return torch.stack(rows)
+
+
 class FullPoints(ForcedPoints):
     """Qwen2.5-VL by transformers alone."""
 
@@ -110,8 +120,7 @@ class FullPoints(ForcedPoints):
             logits = self.model.vlm(**inputs, use_cache=False, logits_to_keep=keep).logits[:, :-1]
             temperature = self.engine.temperature
             logp = grpo.token_logps_from_logits(logits, ids.to(self.device), temperature)
-            with torch.no_grad():
-                entropy = torch.distributions.Categorical(logits=logits / temperature).entropy()
+            entropy = entropies(logits, temperature)
         for layer in layers:
             layer.training = False
         return FullScores(logp, entropy)

@@ -20,7 +20,7 @@ from sa2va_hf.batches import ImageFeatures, Prompts
 from sa2va_hf.processing_sa2va import normalise_tiles
 from tools.benchmarks.common import free_sampling
 from tools.benchmarks.qwen import SHAPES
-from tools.benchmarks.trl_points import MICRO_BATCH, FullPoints
+from tools.benchmarks.trl_points import MICRO_BATCH, FullPoints, entropies
 from tools.benchmarks.workload import ForcedPolicy, Options, Work, build
 
 
@@ -107,8 +107,7 @@ class FullEngine(Engine):
         ).last_hidden_state
         logits = model.lm_head(hidden[:, length - 1 : -1])
         logp = grpo.token_logps_from_logits(logits, ids, self.temperature)
-        with torch.no_grad():
-            entropy = torch.distributions.Categorical(logits=logits / self.temperature).entropy()
+        entropy = entropies(logits, self.temperature)
         return FullAnswers(logp, entropy, hidden[:, length:])
 
 
