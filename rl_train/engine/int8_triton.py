@@ -43,102 +43,55 @@ def _int8_product(
     """
     num_lora_a = tl.cdiv(stride - outputs, COLUMNS // 2)
     item = tl.program_id(0)
+    sizes = num_rows, width, stride, summand_width
     if item < num_lora_a:
-        _by_lora_a(
-            item,
-            x,
-            lora_a,
-            y,
-            num_rows,
-            width,
-            outputs,
-            stride,
-            summand_width,
-            ROWS,
-            COLUMNS // 2,
-            INPUTS,
-        )
+        columns = (item * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)).to(tl.int64)
+        _columns(x, lora_a, scale, y + outputs, columns, stride - outputs, *sizes, ROWS, INPUTS)
     else:
-        _by_weights(
-            item - num_lora_a,
-            x,
-            values,
-            scale,
-            y,
-            num_rows,
-            width,
-            stride,
-            summand_width,
-            ROWS,
-            COLUMNS,
-            INPUTS,
-        )
-
-
-# Products are W x^T: tensor cores take their first factor, the weights, from registers.
+        block = item - num_lora_a
+        of_weights = (block * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+        _columns(x, values, scale, y, of_weights, outputs, *sizes, ROWS, INPUTS)
 
 
 @triton.jit
-def _by_weights(
-    block,
+def _columns(
     x,
-    values,
+    matrix,
     scale,
     y,
+    columns,
+    num_columns,
     num_rows,
     width,
     stride,
     summand_width,
     ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
+    """Compute columns of a summand of y, which are rows of the matrix, in int8 or as x.
+
+    The product is W x^T: tensor cores take their first factor, the weights, from registers.
+    """
     dtype = x.dtype.element_ty
+    in_int8: tl.constexpr = matrix.dtype.element_ty == tl.int8
     rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    columns = (block * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
-    is_row, summand = (rows < num_rows)[None, :], tl.program_id(2)
-    at = summand * summand_width + tl.arange(0, INPUTS)
-    x += rows[None, :] * width + at[:, None]
-    values += columns[:, None] * width + at[None, :]
-    factor = tl.load(scale + columns)[:, None]
-    total = tl.zeros((COLUMNS, ROWS), tl.float32)
-    for start in range(0, summand_width, INPUTS):
-        inputs = tl.load(x + start, mask=is_row, other=0.0)
-        # Rounded as in `quantize_triton`: sampler and scorer have the same weights.
-        weights = (tl.load(values + start).to(tl.float32) * factor).to(dtype)
-        total = tl.dot(weights, inputs, total, input_precision="ieee")
-    y += (summand * num_rows + rows[None, :]) * stride + columns[:, None]
-    tl.store(y, total.to(y.dtype.element_ty), mask=is_row)
-
-
-@triton.jit
-def _by_lora_a(
-    block,
-    x,
-    lora_a,
-    y,
-    num_rows,
-    width,
-    outputs,
-    stride,
-    summand_width,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INPUTS: tl.constexpr,
-):
-    rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    columns = (block * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
-    is_row, is_column = (rows < num_rows)[None, :], (columns < stride - outputs)[:, None]
+    is_row, is_column = (rows < num_rows)[None, :], (columns < num_columns)[:, None]
     summand = tl.program_id(2)
     at = summand * summand_width + tl.arange(0, INPUTS)
     x += rows[None, :] * width + at[:, None]
-    lora_a += columns[:, None] * width + at[None, :]
-    total = tl.zeros((COLUMNS, ROWS), tl.float32)
+    matrix += columns[:, None] * width + at[None, :]
+    if in_int8:
+        factor = tl.load(scale + columns)[:, None]
+    total = tl.zeros((columns.shape[0], ROWS), tl.float32)
     for start in range(0, summand_width, INPUTS):
         inputs = tl.load(x + start, mask=is_row, other=0.0)
-        weights = tl.load(lora_a + start, mask=is_column, other=0.0)
+        if in_int8:
+            # Rounded as in `quantize_triton`: sampler and scorer have the same weights.
+            weights = (tl.load(matrix + start).to(tl.float32) * factor).to(dtype)
+        else:
+            weights = tl.load(matrix + start, mask=is_column, other=0.0)
         total = tl.dot(weights, inputs, total, input_precision="ieee")
-    y += (summand * num_rows + rows[None, :]) * stride + outputs + columns[:, None]
+    y += (summand * num_rows + rows[None, :]) * stride + columns[:, None]
     tl.store(y, total.to(y.dtype.element_ty), mask=is_row & is_column)
 
 
