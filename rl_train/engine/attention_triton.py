@@ -63,7 +63,7 @@ class Heads(NamedTuple):
     SPLITS: int = 0  # of a prefix's keys
     QUERIES: int = 0  # of a program that reads a prefix's keys
     OWN_QUERIES: int = 0  # of one that reads a row's own
-    KEYS: int = 0  # that it reads together
+    KEYS: int = 0  # that a program reads at a time
 
 
 @triton.jit
@@ -230,7 +230,7 @@ def _attend_to_prefix(
     first_slot = (owner.to(tl.int64) * M.K + kv) * prefix.slots
     head = row.to(tl.int64) * M.H + kv * PER + query % PER
     _attend_to_range(
-        q, prefix, partials, sizes, scale, head, valid, split, first_slot, low, high, M, QUERIES
+        q, prefix, partials, sizes, scale, head, valid, split, first_slot, low, high, M
     )
 
 
@@ -238,8 +238,7 @@ def _attend_to_prefix(
 def _attend_to_own(q, suffix, own_pad, done, slot, partials, sizes, scale, row, M: tl.constexpr):
     """Attend with a row's queries, at most OWN_QUERIES, to its own keys."""
     PER: tl.constexpr = M.H // M.K
-    QUERIES: tl.constexpr = M.OWN_QUERIES
-    kv, query = tl.program_id(1), tl.arange(0, QUERIES)
+    kv, query = tl.program_id(1), tl.arange(0, M.OWN_QUERIES)
     high = tl.load(slot).to(tl.int32) + 1
     # A row that is done reads its newest slot alone, so that its sum is not 0.
     low = tl.where(tl.load(done + row) == 0, tl.load(own_pad + row), high - 1)
@@ -258,7 +257,6 @@ def _attend_to_own(q, suffix, own_pad, done, slot, partials, sizes, scale, row, 
         low,
         high,
         M,
-        QUERIES,
     )
 
 
@@ -276,13 +274,13 @@ def _attend_to_range(
     low,
     high,
     M: tl.constexpr,
-    QUERIES: tl.constexpr,
 ):
     """Attend with the queries `head` to the keys from low to high behind the cache's `first_slot`.
 
     The result is number `split` of the partial ones.
     """
     D: tl.constexpr = M.D
+    QUERIES: tl.constexpr = head.shape[0]
     d, key = tl.arange(0, D), tl.arange(0, M.KEYS)
     keys, values = cache.k + first_slot * D, cache.v + first_slot * D
     vectors = tl.load(q + head[:, None] * D + d[None, :], mask=valid[:, None], other=0.0)

@@ -36,8 +36,8 @@ from rl_train.engine.linear_triton import (
 )
 from rl_train.engine.linear_triton import linear as with_lora
 
-# Parts into which a product's inputs are split, added up in `add`: for so few rows cuBLAS does not
-# split them well itself.
+# Parts into which `_product` splits the inputs; `norm` adds up their products. For so few rows
+# cuBLAS does not split them well itself.
 SUMMANDS = 2
 
 
@@ -184,8 +184,8 @@ def _gate(product, power, eps, out, width, S: tl.constexpr, C: tl.constexpr):
     up_columns, inner = width + columns, 2 * width  # [gate | up | A's outputs of gate | of up]
     dtype = out.dtype.element_ty
     summands = read_power(power, rows, product.num_rows, S)
-    g = read_outputs(product, product.y, rows, columns, S).to(tl.float32)
-    u = read_outputs(product, product.y, rows, up_columns, S).to(tl.float32)
+    g = read_outputs(product, product.y, rows, columns).to(tl.float32)
+    u = read_outputs(product, product.y, rows, up_columns).to(tl.float32)
     if S.RANK > 0:
         g += product.scaling * lora_product(product, rows, columns, inner, S)
         u += product.scaling * lora_product(product, rows, up_columns, inner + S.RANK, S)

@@ -15,8 +15,9 @@ from rl_train.engine.linear_triton import at_least_16
 MOST_ROWS = 128  # with more rows weights are dequantised; what is faster there was not measured
 ROWS = 64  # of a program at most
 COLUMNS = 64  # of a program
-INPUTS = 64  # that a program reads at a time; twice as many of 16 bits, if they divide the width
-# Parts into which inputs can be split, the most that the width allows. More programs read at once.
+INPUTS = 64  # that a program reads at a time; twice as many of 16 bits, if that divides its inputs
+# Numbers of parts into which `product` can split the inputs; it takes the first one that the width
+# allows. More parts are more programs, which read at the same time.
 SPLITS = (4, 2, 1)
 
 
@@ -38,15 +39,16 @@ def _int8_product(
 ):
     """Compute columns of a summand of y, of LoRA's A or of the weights.
 
-    Programs of A come first. They compute half as many columns, as A has twice as many bytes: so
-    they read as many at a time as the others, and do not end later.
+    The first programs multiply with LoRA's A, the others with the weights. A number of A takes two
+    bytes (in float32 four), one of the weights takes one: a program of A has half as many columns,
+    so that it reads as many bytes as the others and does not end after them.
     """
     num_lora_a = tl.cdiv(stride - outputs, COLUMNS // 2)
     item = tl.program_id(0)
     sizes = num_rows, width, stride, summand_width
     if item < num_lora_a:
-        columns = (item * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)).to(tl.int64)
-        _columns(x, lora_a, scale, y + outputs, columns, stride - outputs, *sizes, ROWS, INPUTS)
+        of_lora = (item * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)).to(tl.int64)
+        _columns(x, lora_a, scale, y + outputs, of_lora, stride - outputs, *sizes, ROWS, INPUTS)
     else:
         block = item - num_lora_a
         of_weights = (block * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
@@ -68,7 +70,7 @@ def _columns(
     ROWS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    """Compute columns of a summand of y, which are rows of the matrix, in int8 or as x.
+    """Compute columns of a summand of y: x times rows of a matrix in int8 or in the dtype of x.
 
     The product is W x^T: tensor cores take their first factor, the weights, from registers.
     """

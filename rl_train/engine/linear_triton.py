@@ -1,8 +1,8 @@
 """Functions that Triton kernels of a decode step share: products with their LoRA, and RMSNorm.
 
 Letters: N rows, C width, F MLP width, r LoRA rank. Rows and columns below are the ones of a
-program. Kernels read all their inputs before they compute: most of their time is the wait for the
-first of these.
+program. Kernels read all their inputs before they compute, but for those of `lora_product`: most of
+their time is the wait for the first of these.
 """
 
 import math
@@ -89,7 +89,7 @@ class Sizes(NamedTuple):
     ROWS: int  # of a program
     RANK: int  # 0 without LoRA
     RANK_BLOCK: int
-    RANK_STEP: int  # of the rank, that `lora_product` reads together
+    RANK_STEP: int  # LoRA A's outputs that `lora_product` reads at a time
     PARTS: int  # summands of a row's power
     PARTS_BLOCK: int
 
@@ -151,9 +151,7 @@ def is_second(product: "Product", S: tl.constexpr):
 
 
 @triton.jit
-def read_outputs(
-    product: "Product", y: tl.tensor, rows: tl.tensor, columns: tl.tensor, S: tl.constexpr
-):
+def read_outputs(product: "Product", y: tl.tensor, rows: tl.tensor, columns: tl.tensor):
     """Read (rows, columns) of y."""
     at = y + rows[:, None] * product.stride + columns[None, :]
     return tl.load(at, mask=(rows < product.num_rows)[:, None], other=0.0)
@@ -175,7 +173,7 @@ def read_linear(
     valid, r = (rows < product.num_rows)[:, None], tl.arange(0, S.RANK_BLOCK)
     lora_at = y + rows[:, None] * product.stride + inner + is_second(product, S) * product.second_a
     a = tl.load(lora_at + r[None, :], mask=valid & (r < S.RANK)[None, :], other=0.0)
-    return read_outputs(product, y, rows, columns, S), a
+    return read_outputs(product, y, rows, columns), a
 
 
 @triton.jit
@@ -196,7 +194,7 @@ def lora_product(
     valid = (rows < product.num_rows)[:, None]
     ROWS: tl.constexpr = S.ROWS
     total = tl.zeros((ROWS, columns.shape[0]), tl.float32)
-    for start in tl.range(0, S.RANK_BLOCK, S.RANK_STEP, num_stages=3):
+    for start in tl.range(0, S.RANK, S.RANK_STEP, num_stages=3):
         r = start + tl.arange(0, S.RANK_STEP)
         a = tl.load(lora_a + r[None, :], mask=valid & (r < S.RANK)[None, :], other=0.0)
         b = tl.load(lora_b + r[:, None], mask=(r < S.RANK)[:, None], other=0.0)

@@ -94,25 +94,32 @@ def test_int8_weights_are_those_of_a_dequantised_layer(num_loras):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "sizes",
-    [(20, 128, 24, 256, 4), (70, 192, 0, 64, 1), (128, 8192, 6, 384, 2), (9, 64, 2, 128, 1)],
+    [
+        (20, 128, 70, 1024, True, 4),
+        (70, 192, 0, 64, True, 1),
+        (128, 8192, 6, 384, True, 2),
+        (9, 64, 384, 384, False, 1),
+    ],
 )
-def test_product_with_int8_weights(sizes):
+def test_product_with_int8_weights(sizes, dtype):
     from rl_train.engine import int8_triton
     from rl_train.engine.layers import Int8Weights
 
-    num_rows, outputs, rows_of_a, width, summands = sizes
+    num_rows, outputs, rows_of_a, width, split, summands = sizes
     values = torch.randint(-127, 128, (outputs, width), dtype=torch.int8, device="cuda")
     scale = torch.rand(outputs, device="cuda") / 1000
-    x, lora_a = (torch.randn(n, width, device="cuda").bfloat16() for n in (num_rows, rows_of_a))
-    weights = torch.cat([(values * scale[:, None]).bfloat16(), lora_a])
+    x, lora_a = (torch.randn(n, width, device="cuda").to(dtype) for n in (num_rows, rows_of_a))
+    weights = torch.cat([(values * scale[:, None]).to(dtype), lora_a])
     assert int8_triton.fits(outputs, width)
-    split = summands > 1
     y = int8_triton.product(x, Int8Weights(values, scale, lora_a), split)
     assert y.shape == (summands, num_rows, outputs + rows_of_a)
-    expected = x.float() @ weights.float().t()
-    assert (y.float().sum(0) - expected).norm() < 4e-3 * expected.norm()  # rounded to bfloat16
+    expected = x.double() @ weights.double().t()
+    # One summand is rounded to bfloat16.
+    tolerance = 1e-6 if dtype == torch.float32 else 4e-3
+    assert (y.double().sum(0) - expected).norm() < tolerance * expected.norm()
 
 
 @pytest.mark.gpu
