@@ -244,19 +244,9 @@ def _attend_to_own(q, suffix, own_pad, done, slot, partials, sizes, scale, row, 
     low = tl.where(tl.load(done + row) == 0, tl.load(own_pad + row), high - 1)
     first_slot = (row.to(tl.int64) * M.K + kv) * suffix.slots
     head, split = row.to(tl.int64) * M.H + kv * PER + query, M.SPLITS
+    valid = query < PER
     _attend_to_range(
-        q,
-        suffix,
-        partials,
-        sizes,
-        scale,
-        head,
-        query < PER,
-        split,
-        first_slot,
-        low,
-        high,
-        M,
+        q, suffix, partials, sizes, scale, head, valid, split, first_slot, low, high, M
     )
 
 

@@ -47,12 +47,13 @@ def _int8_product(
     item = tl.program_id(0)
     sizes = num_rows, width, stride, summand_width
     if item < num_lora_a:
-        of_lora = (item * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)).to(tl.int64)
-        _columns(x, lora_a, scale, y + outputs, of_lora, stride - outputs, *sizes, ROWS, INPUTS)
+        lora_columns = (item * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)).to(tl.int64)
+        num_columns = stride - outputs
+        _columns(x, lora_a, scale, y + outputs, lora_columns, num_columns, *sizes, ROWS, INPUTS)
     else:
         block = item - num_lora_a
-        of_weights = (block * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
-        _columns(x, values, scale, y, of_weights, outputs, *sizes, ROWS, INPUTS)
+        weight_columns = (block * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+        _columns(x, values, scale, y, weight_columns, outputs, *sizes, ROWS, INPUTS)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Functions that Triton kernels of a decode step share: products with their LoRA, and RMSNorm.
 
 Letters: N rows, C width, F MLP width, r LoRA rank. Rows and columns below are the ones of a
-program. Kernels read all their inputs before they compute, but for those of `lora_product`: most of
+program. Kernels read all their inputs before they compute, except those of `lora_product`: most of
 their time is the wait for the first of these.
 """
 
@@ -183,7 +183,7 @@ def lora_product(
     """Return (rows, columns) of the product of LoRA A's outputs and B, in float32.
 
     It is for programs of many rows and columns, for which registers can't hold both factors: the
-    loop makes Triton read the next part of them to shared memory.
+    loop makes Triton read the next part of both into shared memory.
 
     Args: inner: as in `read_linear`.
     """
