@@ -26,6 +26,7 @@ import torch
 
 from rl_train.engine import packed_forward
 from rl_train.engine.decode_torch import TokenCache
+from rl_train.engine.layer_graphs import capture, memory_of
 from rl_train.engine.layers import decoder_layer, mark_rows_dynamic, norm
 from rl_train.engine.lm_head import product
 from rl_train.engine.packing import CacheLayout, SharedPrefixLayout, next_positions
@@ -56,13 +57,6 @@ class PrefilledPrompts:
     def with_rows_per_prefix(self, num_rows: int) -> "PrefilledPrompts":
         """Return the same with `num_rows` rows of a prefix, a divisor of what it has."""
         return replace(self, layout=self.layout.with_rows_per_prefix(num_rows))
-
-
-def memory_of(device: torch.device) -> float:
-    """Return the bytes of a GPU's memory; that of a CPU does not count."""
-    if device.type != "cuda":
-        return float("inf")
-    return torch.cuda.get_device_properties(device).total_memory
 
 
 class Decoder:
@@ -267,17 +261,7 @@ class Graph:
     def _capture(self, pool):
         if pool is None:
             return None
-        # Warm-up on a side stream, as torch asks before a capture.
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self.advance()  # compiles kernels and allocates workspaces
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        # Captures this thread alone: other threads pin memory.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            self.advance()
-        return graph
+        return capture([self.advance], pool)[0]
 
     def load(self, role_prompts: Sequence[PrefilledPrompts]):
         """Copy the keys and values of one or two roles' prompts to the end of their slots."""

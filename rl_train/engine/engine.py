@@ -153,9 +153,11 @@ class Engine:
         self._fused = self._decoder = self._delayed = None
 
     def free_cache(self):
-        """Free the sampler's cache and graphs, which its next use makes anew."""
+        """Free the sampler's cache and all graphs, which their next use makes anew."""
         if self._decoder is not None:
             self._decoder = Decoder(self._fused)
+            if self._fused.graphs is not None:
+                self._fused.graphs.clear()
 
     @torch.no_grad()
     def generate(

@@ -30,6 +30,7 @@ from torch import nn
 from rl_train.distributed.fsdp import ShardedLayers, own_rows
 from rl_train.engine import decode_torch, layer_vjp, layers
 from rl_train.engine.families import Family, family_of
+from rl_train.engine.layer_graphs import LayerGraphs
 from rl_train.engine.quantize import QuantizedLinear
 
 ALIGNMENT = 256  # numbers; of matrices in the shards' memory, as torch aligns its own
@@ -358,7 +359,17 @@ class FusedModel:
 
             if decode_triton.fits(self.head_size, config.hidden_size, config.intermediate_size):
                 self.decode_ops = decode_triton
+        self.graphs = LayerGraphs(self) if self.may_have_graphs() else None
         self.state = self._state()
+
+    def may_have_graphs(self) -> bool:
+        """Return whether CUDA graphs may launch the layers: whole ones with LoRAs of equal shapes.
+
+        Quantised layers' matrices come and go.
+        """
+        shapes = [[p.shape for p in layer.sources] for layer in self.layers]
+        alike = all(of_layer == shapes[0] for of_layer in shapes)
+        return self.embedding.is_cuda and alike and not (self.is_sharded or self.is_quantized)
 
     def check(self):
         """Raise AssertionError if the model no longer computes with the fused matrices."""

@@ -10,11 +10,16 @@ Letters: m tokens of all sequences, P sequences, S slots of each, C width, H que
 K key-value heads, D head size.
 """
 
+from dataclasses import replace
+from functools import partial
+
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from rl_train.engine import varlen_attention
+from rl_train.engine import layer_graphs, varlen_attention
 from rl_train.engine.fused_weights import FusedModel, address
+from rl_train.engine.layer_graphs import LayerGraphs
 from rl_train.engine.layers import Rotation, mark_rows_dynamic
 from rl_train.engine.packing import Layout
 from sa2va_hf.to_device import to_device
@@ -36,7 +41,8 @@ def hidden_states(
 
     Args:
         embeds: (P, S, W), W = C or more: the rest is added to the states behind the first layers.
-        cache: list that receives the keys and values of each layer, [(m, K, D), (m, K, D)].
+        cache: list that receives the keys and values of each layer, [(m, K, D), (m, K, D)], with
+            padding behind the m.
     """
     functions = fused.functions
     # Autograd can't keep a quantised layer's matrices, in whose place the next layer's are made.
@@ -45,43 +51,50 @@ def hidden_states(
     if not with_gradient:
         fused.refresh()  # copies of the LoRA make fewer, larger products
     with torch.autocast(embeds.device.type, enabled=False):
-        bias = (
-            None if varlen_attention.by_flash(embeds) else layout.bias(embeds.dtype, embeds.device)
-        )
-        runs = varlen_attention.varlen_segments(layout.part, embeds.device, bias)
-        position = to_device(layout.position_ids, embeds.device)
+        runs, graphs, device = varlen_attention.varlen_segments(layout.part), None, embeds.device
+        by_flash = varlen_attention.by_flash(embeds)
+        if fused.graphs is not None and by_flash and not with_gradient:
+            padded = runs.padded()
+            if fused.graphs.fit(padded):
+                runs, graphs = padded, fused.graphs
+        bias = None if by_flash else layout.bias(embeds.dtype, device)
+        runs = replace(runs.to(device), bias=bias)
+        num_tokens = len(runs.slots)
+        more_tokens = runs.num_tokens - num_tokens  # padding for the graphs
+        position = to_device(layout.position_ids, device)
         position = position.flatten(1)[:, runs.slots].t()  # (m, axes)
         position = position.expand(-1, fused.num_axes)  # a single axis stands for all
         angle = position.index_select(1, fused.axis) * fused.inv_freq  # (m, D/2), row by row
+        angle = F.pad(angle, (0, 0, 0, more_tokens)) if graphs else angle
         rotation = [(f(angle) * fused.rope_scale).to(embeds.dtype) for f in (torch.cos, torch.sin)]
         rotation = Rotation(*mark_rows_dynamic(*[f[:, None] for f in rotation]))  # (m, 1, D/2)
         # (m, C) each: embeddings, and what is added behind the first layers (deepstack)
         width = fused.embedding.shape[1]
         residual, deepstack = embeds.flatten(0, 1)[runs.slots], ()
+        residual = F.pad(residual, (0, 0, 0, more_tokens)) if graphs else residual
         if residual.shape[1] > width:
             assert fused.family.deepstack, f"embeddings of {residual.shape[1]} numbers, not {width}"
             residual, *deepstack = (part.contiguous() for part in residual.split(width, dim=1))
+        forward = graphs.forward if graphs else partial(layer_graphs.forward, fused)
         for number, layer in enumerate(fused.layers):
             if recompute:
                 # LoRA's parameters are inputs, as only a Function's inputs get gradients.
                 residual = _Checkpoint.apply(
-                    fused, number, rotation, runs, residual, *layer.sources
+                    fused, graphs, number, rotation, runs, residual, *layer.sources
                 )
+            elif with_gradient:
+                mark_rows_dynamic(residual)
+                q, k, v = functions.before_attention(residual, layer.live, rotation)
+                mixed = varlen_attention.Attention.apply(q, k, v, runs)
+                # The second layer may compile too: unlike the first one's, its input needs a
+                # gradient.
+                mark_rows_dynamic(residual, mixed)
+                residual = functions.after_attention(residual, mixed, layer.live)
             else:
-                with fused.gathered(number, then=number + 1) as copied:
-                    weights = layer.live if with_gradient else copied
-                    # With autograd the second layer may compile too: unlike the first one's, its
-                    # input needs a gradient.
-                    may_compile = number == 0 or with_gradient
-                    _mark(may_compile, residual)
-                    q, k, v = functions.before_attention(residual, weights, rotation)
-                    if cache is not None:
-                        cache.append([k, v])
-                    mixed = varlen_attention.Attention.apply(q, k, v, runs)
-                    _mark(may_compile, residual, mixed)
-                    residual = functions.after_attention(residual, mixed, weights)
+                residual, _ = forward(number, residual, rotation, runs, cache)
             if number < len(deepstack):
                 residual = residual + deepstack[number]
+        residual = residual[:num_tokens] if graphs else residual
         if not fused.before_norm:
             mark_rows_dynamic(residual)
             residual = functions.norm(residual, fused.final_norm)
@@ -89,15 +102,6 @@ def hidden_states(
         shape = *embeds.shape[:2], width
         slots = residual.new_zeros(shape).flatten(0, 1)
         return slots.index_copy(0, runs.slots, residual).view(shape)
-
-
-def _mark(may_compile, *tensors):
-    """Call `mark_rows_dynamic` if the layer that computes next may compile.
-
-    Layers of the same shapes share what the first one's calls compile, and a mark takes 10 us.
-    """
-    if may_compile:
-        mark_rows_dynamic(*tensors)
 
 
 class _Checkpoint(torch.autograd.Function):
@@ -111,45 +115,33 @@ class _Checkpoint(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx,
         fused: FusedModel,
+        graphs: LayerGraphs | None,
         number: int,
         rotation: Rotation,
         runs: varlen_attention.VarlenSegments,
         residual: torch.Tensor,
         *lora: torch.nn.Parameter,
     ) -> torch.Tensor:
-        functions = fused.functions
         residual = residual.detach()  # as in the backward: one graph for all layers
-        with fused.gathered(number, then=number + 1) as layer:
-            _mark(number == 0, residual)
-            q, k, v = functions.before_attention(residual, layer, rotation)
-            attended = varlen_attention.attend(q, k, v, runs)
-            del q, k, v  # freed before the MLP, the layer's peak of memory
-            mixed = attended[0]
-            _mark(number == 0, residual, mixed)
-            out = functions.after_attention(residual, mixed, layer)
+        forward = graphs.forward if graphs else partial(layer_graphs.forward, fused)
+        out, attended = forward(number, residual, rotation, runs)
         ctx.save_for_backward(*lora, residual, *attended)
-        ctx.fused, ctx.number, ctx.rotation, ctx.runs = fused, number, rotation, runs
+        ctx.fused, ctx.graphs, ctx.number = fused, graphs, number
+        ctx.rotation, ctx.runs = rotation, runs
         ctx.lora_address = address(lora)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, d: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        fused, functions = ctx.fused, ctx.fused.functions
-        num_lora = len(ctx.needs_input_grad) - 5  # 5: the inputs before *lora
+        fused, graphs, no_gradients = ctx.fused, ctx.graphs, 5 * [None]  # of forward's first inputs
+        num_lora = len(ctx.needs_input_grad) - len(no_gradients) - 1
         lora, (residual, *attended) = ctx.saved_tensors[:num_lora], ctx.saved_tensors[num_lora:]
         assert address(lora) == ctx.lora_address, (
             "another LoRA came into use between a checkpointed forward and its backward"
         )
         fused.follow()  # forwards of other roles may have run in between
-        rotation, mixed = ctx.rotation, attended[0]
-        may_compile = ctx.number == len(fused.layers) - 1  # the first in a backward
-        with fused.gathered(ctx.number, then=ctx.number - 1) as layer:
-            _mark(may_compile, d, residual, mixed)
-            # Backward through the MLP and the output projection, without their forward.
-            d, d_mixed, *by_rest = functions.after_attention_vjp(d, residual, mixed, layer)
-            q, k, v = functions.before_attention(residual, layer, rotation)
-            by_heads = varlen_attention.attend_vjp(d_mixed, q, k, v, ctx.runs, *attended)
-            _mark(may_compile, d, *by_heads)
-            d, *by_qkv = functions.before_attention_vjp(d, by_heads, residual, layer, rotation)
-        return None, None, None, None, d, *by_qkv, *by_rest  # in the order of forward's inputs
+        backward = graphs.backward if graphs else partial(layer_graphs.backward, fused)
+        with torch.autocast(d.device.type, enabled=False):
+            d, by_lora = backward(ctx.number, d, residual, attended, ctx.rotation, ctx.runs)
+        return *no_gradients, d, *by_lora

@@ -3,7 +3,7 @@
 Letters: m tokens of P sequences, S slots of each, H query heads, K key-value heads, D head size.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from sa2va_hf.to_device import to_device
+
+TOKENS = 128  # multiple to which `padded` rounds up
 
 
 @dataclass
@@ -23,13 +25,73 @@ class VarlenSegments:
     key_ends: torch.Tensor  # (runs + 1,) int32, from 0
     most_queries: int  # of a run
     most_keys: int  # of a run
-    bias: torch.Tensor | None  # (P, 1, S, S) if flash attention is not used
+    num_tokens: int  # m, or more if `padded`
+    bias: torch.Tensor | None = None  # (P, 1, S, S) if flash attention is not used
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What flash attention reads."""
+        return [self.keys, self.query_ends, self.key_ends]
+
+    def with_tensors(self, tensors: list[torch.Tensor], **changes) -> "VarlenSegments":
+        """Return the same with other `tensors`."""
+        keys, query_ends, key_ends = tensors
+        return replace(self, keys=keys, query_ends=query_ends, key_ends=key_ends, **changes)
+
+    def to(self, device: torch.device | str) -> "VarlenSegments":
+        """Return the same on a device."""
+        tensors = [to_device(tensor, device) for tensor in self.tensors]
+        return self.with_tensors(tensors, slots=to_device(self.slots, device))
+
+    def padded(self) -> "VarlenSegments":
+        """Return the same with runs of tokens behind the m, so that few sizes are left.
+
+        These tokens see only each other: they get no gradient and give none. Tokens are rounded up
+        to a multiple of TOKENS, all other sizes to powers of 2. No run has more keys than
+        `most_keys`, so one token or more is there for each `most_keys` keys. Empty runs follow.
+        All is on the CPU.
+        """
+        num_keys = power_of_2(len(self.keys) + 2 * TOKENS)
+        most_keys = power_of_2(max(self.most_keys, 2 * TOKENS))
+        more_keys = num_keys - len(self.keys)
+        more_runs = -(-more_keys // most_keys)
+        num_tokens = len(self.slots) + more_runs
+        num_tokens += -num_tokens % TOKENS
+        # The first run has all tokens but one for each other run, and as many keys as a run can
+        # have, or all.
+        queries = np.ones(more_runs, dtype=np.int32)
+        queries[0] = num_tokens - len(self.slots) - (more_runs - 1)
+        keys = np.full(more_runs, most_keys, dtype=np.int32)
+        keys[-1] = more_keys - most_keys * (more_runs - 1)
+        assert queries[0] <= keys[0]
+        more_empty = power_of_2(len(self.query_ends) - 1 + more_runs)
+        more_empty -= len(self.query_ends) - 1 + more_runs
+
+        # All of these tokens in turn: a sum over keys adds few to each.
+        padding = torch.arange(more_keys) % (num_tokens - len(self.slots)) + len(self.slots)
+
+        def longer(ends, sizes):
+            sizes = torch.from_numpy(np.pad(sizes, (0, more_empty)))
+            return torch.cat([ends, ends[-1] + sizes.cumsum(0, dtype=torch.int32)])
+
+        return replace(
+            self,
+            keys=torch.cat([self.keys, padding]),
+            query_ends=longer(self.query_ends, queries),
+            key_ends=longer(self.key_ends, keys),
+            most_queries=power_of_2(max(self.most_queries, TOKENS)),
+            most_keys=most_keys,
+            num_tokens=num_tokens,
+        )
 
 
-def varlen_segments(
-    part: torch.Tensor, device: torch.device | str, bias: torch.Tensor | None = None
-) -> VarlenSegments:
-    """Return the runs of `packing.Layout.part` (P, S), on `device`."""
+def power_of_2(number: int) -> int:
+    """Return the next power of 2, or the number itself if it is one."""
+    return 1 << (int(number) - 1).bit_length()
+
+
+def varlen_segments(part: torch.Tensor) -> VarlenSegments:
+    """Return the runs of `packing.Layout.part` (P, S), on the CPU."""
     part = part.numpy()  # twice as fast as torch for so few numbers
     slots = np.flatnonzero(part >= 0)
     labels = part.ravel()[slots], slots // part.shape[1]  # part and sequence of each token, (m,)
@@ -44,13 +106,13 @@ def varlen_segments(
         keys.append(indices if label == 0 else np.concatenate([prompt_indices, indices]))
     key_ends = np.cumsum([0, *map(len, keys)])
     return VarlenSegments(
-        slots=to_device(torch.from_numpy(slots), device),
-        keys=to_device(torch.from_numpy(np.concatenate(keys)), device),
-        query_ends=to_device(torch.from_numpy(ends.astype(np.int32)), device),
-        key_ends=to_device(torch.from_numpy(key_ends.astype(np.int32)), device),
+        slots=torch.from_numpy(slots),
+        keys=torch.from_numpy(np.concatenate(keys)),
+        query_ends=torch.from_numpy(ends.astype(np.int32)),
+        key_ends=torch.from_numpy(key_ends.astype(np.int32)),
         most_queries=int(np.diff(ends).max()),
         most_keys=int(np.diff(key_ends).max()),
-        bias=bias,
+        num_tokens=len(slots),
     )
 
 

@@ -19,6 +19,7 @@ from transformers import (
 from rl_train.engine import Engine, decode_torch
 from rl_train.engine.fused_weights import unsupported
 from sa2va_hf.qwen_vl import image_features, text_model
+from tests.engine.test_layer_graphs import with_graphs
 from tests.engine.tiny import LINEARS, assert_same, both, fast, slow, train_lora, trained
 
 VOCAB, G, T = 600, 2, 9
@@ -238,6 +239,24 @@ def test_features_that_a_family_does_not_add_are_an_error(vl, work):
             with pytest.raises(AssertionError, match="embeddings of 256 numbers, not 128"):
                 engine.read(wide, mask, position_ids=positions)
     engine.release()
+
+
+def test_graphs_launch_the_layers(vl, work, monkeypatch):
+    engine, graphs = with_graphs(text_model(vl), monkeypatch)
+    valid, prompt = torch.arange(T) < LENGTHS[:, None], torch.arange(len(GRIDS))
+    inputs = *work[3], prompt.repeat_interleave(G), work[2], valid, work[4]
+    results = []
+    for way in (slow, fast, fast, fast):
+        with way(engine):
+            logps = engine.score(*inputs).logp[valid]
+        results.append((logps.detach(), gradient(vl, logps)))
+    (of_sizes,) = graphs.of_sizes.values()
+    assert len(of_sizes.forward_graphs) == len(of_sizes.backward_graphs) == 3
+    (right_logps, right), *others = results
+    for logps, found in others:
+        torch.testing.assert_close(logps, right_logps, atol=1e-4, rtol=0)
+        assert (found - right).norm() < 1e-3 * right.norm()
+    Engine.release(engine)
 
 
 @pytest.mark.gpu

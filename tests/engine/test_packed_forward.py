@@ -19,22 +19,25 @@ from tests.engine.tiny import fast, scored, slow, tiny_llm, trained, work
 def flash(q, k, v, query_ends, key_ends, longest_query, longest_key, dropout, causal, *rest):
     """Compute flash attention: run by run, causal from the last query and key on."""
     assert causal and dropout == 0 and query_ends.dtype == key_ends.dtype == torch.int32
-    outs, group = [], q.shape[1] // k.shape[1]
+    outs, sums, group = [], [], q.shape[1] // k.shape[1]
     for q0, q1, k0, k1 in zip(query_ends, query_ends[1:], key_ends, key_ends[1:]):
-        assert 0 < q1 - q0 <= longest_query and k1 - k0 <= longest_key
+        assert 0 <= q1 - q0 <= longest_query and k1 - k0 <= longest_key
         keys, values = (x[k0:k1].repeat_interleave(group, 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q[q0:q1], keys) * q.shape[-1] ** -0.5
         seen = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril(int(k1 - k0 - (q1 - q0)))
-        p = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-        outs.append(torch.einsum("hqk,khd->qhd", p, values))
-    return torch.cat(outs), *[torch.zeros(1) for _ in range(4)]
+        scores = scores.masked_fill(~seen, float("-inf"))
+        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
+        sums.append(scores.logsumexp(-1))
+    return torch.cat(outs), torch.cat(sums, 1), *[torch.zeros(1) for _ in range(3)]
 
 
 def flash_backward(d, q, k, v, out, sums, *ends_and_options):
     *options, state, unused = ends_and_options
     with torch.enable_grad():
         leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-        return torch.autograd.grad(flash(*leaves, *options)[0], leaves, d)
+        its_out, its_sums, *_ = flash(*leaves, *options)
+        torch.testing.assert_close((out, sums), (its_out, its_sums))  # those of its forward
+        return torch.autograd.grad(its_out, leaves, d)
 
 
 # The whole

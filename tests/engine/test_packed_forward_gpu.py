@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.engine.tiny import fast, scored, slow, tiny_llm
+from rl_train.engine import Engine
+from tests.engine.tiny import fast, prompts, scored, slow, tiny_llm
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,3 +34,42 @@ def test_flash_equals_modules(num_kv_heads, checkpointing):
         assert (exact[2][name] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-6, name
         ours = by[fast][2][name].flatten().float()
         assert torch.cosine_similarity(ours, gradient.flatten(), dim=0) > 0.99, name
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_cuda_graphs_give_the_same(num_kv_heads, monkeypatch):
+    """As without graphs. The first call runs without them, the second captures them."""
+    shape = dict(hidden_size=256, num_attention_heads=8, num_key_value_heads=num_kv_heads)
+    llm = tiny_llm(lora_r=16, dtype=torch.bfloat16, device="cuda", initializer_range=0.02, **shape)
+    engine = Engine(llm, pad_id=0, temperature=0.9, gradient_checkpointing=True)
+    monkeypatch.setattr(engine, "release", lambda: None)
+    fused = engine.fused(llm.lm_head.weight)
+    graphs, sizes = fused.graphs, dict(prompt_length=150, num_tokens=140)
+    answers = [(140, 2, 0, 1, 129), (131, 20, 1, 0, 120)]  # padded to the same sizes
+    fused.graphs = None
+    expected = [scored(llm, fast, engine=engine, lengths=lengths, **sizes) for lengths in answers]
+    fused.graphs = graphs
+    for number in range(6):
+        logp, _, gradients = scored(llm, fast, engine=engine, lengths=answers[number % 2], **sizes)
+        right_logp, _, right = expected[number % 2]
+        assert (logp - right_logp).abs().max() < 1e-2
+        for name, gradient in right.items():
+            found, gradient = (g.flatten().float() for g in (gradients[name], gradient))
+            assert torch.cosine_similarity(found, gradient, dim=0) > 0.99, name
+            assert 0.97 < found.norm() / gradient.norm() < 1.03, name
+    (of_sizes,) = graphs.of_sizes.values()
+    assert len(of_sizes.forward_graphs) == len(of_sizes.backward_graphs) == 2
+
+
+def test_prompts_by_cuda_graphs():
+    """The sampler's prompts: the same completions by the first call and by graphs."""
+    sizes = dict(hidden_size=128, head_dim=32, initializer_range=0.02)
+    llm = tiny_llm(lora_r=16, dtype=torch.bfloat16, device="cuda", **sizes)
+    engine = Engine(llm, pad_id=0)
+    uniforms = torch.rand(12, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    how = dict(num_generations=4, max_new_tokens=8, stop=None, uniforms=uniforms)
+    calls = [engine.generate(*prompts(llm), **how) for _ in range(3)]
+    (graphs,) = engine.fused(llm.lm_head.weight).graphs.of_sizes.values()
+    assert len(graphs.forward_graphs) == 2 and not graphs.backward_graphs
+    for completions in calls[1:]:
+        torch.testing.assert_close(completions.logp, calls[0].logp, atol=0.05, rtol=0)

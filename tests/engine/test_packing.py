@@ -122,7 +122,7 @@ def test_rows_do_not_see_each_other():
 
 def test_runs_by_hand():
     """Prompts of 2 and 1 tokens behind padding; rows of 2 and 1 fed tokens, and one of 1."""
-    found = varlen_segments(torch.tensor([[0, 0, 1, 1, 2], [-1, 0, 3, -1, -1]]), "cpu")
+    found = varlen_segments(torch.tensor([[0, 0, 1, 1, 2], [-1, 0, 3, -1, -1]]))
     assert found.slots.tolist() == [0, 1, 2, 3, 4, 6, 7]
     assert found.query_ends.tolist() == [0, 2, 4, 5, 6, 7]
     assert found.key_ends.tolist() == [0, 2, 6, 9, 10, 12]
@@ -137,7 +137,7 @@ def test_runs_are_the_bias():
     ids = torch.ones(5, 6, dtype=torch.long)
     valid = torch.arange(6) < torch.tensor([6, 2, 0, 1, 5])[:, None]
     layout = packed(mask, torch.tensor([0, 0, 1, 1, 1]), ids, valid, 0)
-    found = varlen_segments(layout.part, "cpu")
+    found = varlen_segments(layout.part)
     seen = torch.zeros(len(found.slots), len(found.slots), dtype=torch.bool)
     queries, keys = found.query_ends.tolist(), found.key_ends.tolist()
     for q0, q1, k0, k1 in zip(queries, queries[1:], keys, keys[1:]):

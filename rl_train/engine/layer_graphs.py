@@ -1,0 +1,392 @@
+"""A decoder layer's forward and backward without autograd, and CUDA graphs that launch them.
+
+A layer's forward launches some 25 kernels and its backward 60. For few tokens Python takes longer
+to launch them than the GPU to run them, so a graph launches them all. A graph reads and writes
+fixed addresses: inputs are copied to them before it runs, results from them behind it. So a layer
+keeps nothing of one call that the next one would overwrite.
+
+Letters: m tokens, C width, K key-value heads, D head size.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from rl_train.engine import varlen_attention
+from rl_train.engine.layers import Rotation, mark_rows_dynamic
+from rl_train.engine.varlen_attention import VarlenSegments, power_of_2
+
+if TYPE_CHECKING:
+    from rl_train.engine.fused_weights import FusedModel
+
+# Numbers of a layer's largest tensor beyond which the GPU takes longer than the launches do. They
+# also bound the memory that graphs hold.
+MOST_NUMBERS = 2**26
+MAX_MEMORY = 0.01  # of a GPU's, for what a layer computes in between
+TEMPORARIES = 4  # of the size of its largest tensor: as many as a backward has at a time
+MAX_SIZES = 16  # sizes of inputs whose graphs are kept; the one unused for longest goes
+
+
+def memory_of(device: torch.device) -> float:
+    """Return the bytes of a GPU's memory; that of a CPU does not count."""
+    if device.type != "cuda":
+        return float("inf")
+    return torch.cuda.get_device_properties(device).total_memory
+
+
+class Graph(Protocol):
+    """What `capture` returns."""
+
+    def replay(self):
+        """Run what was captured once more."""
+
+
+def forward(
+    fused: "FusedModel",
+    number: int,
+    residual: torch.Tensor,
+    rotation: Rotation,
+    runs: VarlenSegments,
+    cache: list[list[torch.Tensor]] | None = None,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Return a layer's output (m, C) and what `varlen_attention.attend` returns.
+
+    Args:
+        number: of the layer; residual: (m, C), its input.
+        cache: list that receives its keys and values, [(m, K, D), (m, K, D)].
+    """
+    functions = fused.functions
+    with fused.gathered(number, then=number + 1) as layer:
+        mark_if(number == 0, residual)
+        q, k, v = functions.before_attention(residual, layer, rotation)
+        attended = varlen_attention.attend(q, k, v, runs)
+        if cache is not None:
+            cache.append([k, v])
+        del q, k, v  # freed before the MLP, the layer's peak of memory
+        mixed = attended[0]
+        mark_if(number == 0, residual, mixed)
+        return functions.after_attention(residual, mixed, layer), attended
+
+
+def backward(
+    fused: "FusedModel",
+    number: int,
+    d: torch.Tensor,
+    residual: torch.Tensor,
+    attended: Sequence[torch.Tensor],
+    rotation: Rotation,
+    runs: VarlenSegments,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the gradients of a layer's input (m, C) and of A, B of each of its linears in turn.
+
+    Args:
+        d: (m, C) gradient of the layer's output; residual, attended: input and last result of
+            `forward`.
+    """
+    functions, mixed = fused.functions, attended[0]
+    may_compile = number == len(fused.layers) - 1  # the first in a backward
+    with fused.gathered(number, then=number - 1) as layer:
+        mark_if(may_compile, d, residual, mixed)
+        # Backward through the MLP and the output projection, without their forward.
+        d, d_mixed, *by_rest = functions.after_attention_vjp(d, residual, mixed, layer)
+        q, k, v = functions.before_attention(residual, layer, rotation)
+        by_heads = varlen_attention.attend_vjp(d_mixed, q, k, v, runs, *attended)
+        mark_if(may_compile, d, *by_heads)
+        d, *by_qkv = functions.before_attention_vjp(d, by_heads, residual, layer, rotation)
+    return d, [*by_qkv, *by_rest]
+
+
+def mark_if(may_compile: bool, *tensors: torch.Tensor):
+    """Call `mark_rows_dynamic` if the layer that computes next may compile.
+
+    Layers of the same shapes share what the first one's calls compile, and a mark takes 10 us.
+    """
+    if may_compile:
+        mark_rows_dynamic(*tensors)
+
+
+@functools.cache
+def _stream() -> torch.cuda.Stream:
+    """Return the stream on which functions are captured."""
+    return torch.cuda.Stream()
+
+
+def capture(
+    functions: Sequence[Callable[[], object]], pool: tuple[int, int], num_bytes: int = 0
+) -> list[torch.cuda.CUDAGraph]:
+    """Return a CUDA graph of what each function launches, with memory of a pool.
+
+    What a function compiles or loads can't be captured. So the first one is run before, on the
+    stream of the captures, for which it also allocates workspaces; the others must have run.
+
+    Args:
+        num_bytes: that the pool then has in one piece, from which it takes what is smaller.
+    """
+    stream, graphs = _stream(), []
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        functions[0]()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # memory of another stream or pool is of no use here
+        for function in functions:
+            graph = torch.cuda.CUDAGraph()
+            # Captures this thread alone: other threads pin memory.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            if num_bytes and not graphs:
+                torch.empty(num_bytes, dtype=torch.uint8, device="cuda")  # freed at once
+            try:
+                function()
+            finally:
+                graph.capture_end()
+            graphs.append(graph)
+    torch.cuda.current_stream().wait_stream(stream)
+    return graphs
+
+
+class LayerGraphs:
+    """Graphs of all layers of a model, by sizes of their inputs.
+
+    The layers run without graphs when sizes are new: that compiles and loads kernels. The next
+    time the graphs of all layers are captured.
+    """
+
+    def __init__(self, fused: "FusedModel", capture: Callable = capture):
+        self.fused = weakref.proxy(fused)  # which has these graphs
+        self.capture = capture
+        layer, weight = fused.layers[0], fused.embedding
+        self.outputs = max(sum(group.sizes) for group in layer.linears)  # of a token
+        memory = MAX_MEMORY * memory_of(weight.device) / (TEMPORARIES * weight.element_size())
+        most_numbers = int(min(MOST_NUMBERS, memory))
+        self.most_tokens = most_numbers // self.outputs
+        self.most_keys = most_numbers // layer.qkv_sizes[0]  # repeated for each query head
+        self.capacity = 0  # tokens for which there is memory
+        self.clear()
+
+    def clear(self):
+        """Drop all graphs and their memory: the next use captures anew."""
+        self._wait()
+        self.of_sizes: dict[tuple[int, ...], SizedGraphs] = {}
+        self.buffers: dict[tuple, torch.Tensor] = {}
+        # A pool without graphs is not used again.
+        self.pool = torch.cuda.graph_pool_handle() if self.fused.embedding.is_cuda else None
+        self.is_reserved = False
+
+    def _wait(self):
+        """Wait until the GPU has run the graphs: only then may they go."""
+        if self.fused.embedding.is_cuda:
+            torch.cuda.synchronize()
+
+    def fit(self, runs: VarlenSegments) -> bool:
+        """Return whether graphs launch layers of such inputs."""
+        # Flash attention's backward holds up to 128 tokens more for each run.
+        num_queries = runs.num_tokens + 128 * len(runs.query_ends)
+        most_keys = max(num_queries, len(runs.keys))
+        return runs.num_tokens <= self.most_tokens and most_keys <= self.most_keys
+
+    def forward(
+        self,
+        number: int,
+        residual: torch.Tensor,
+        rotation: Rotation,
+        runs: VarlenSegments,
+        cache: list[list[torch.Tensor]] | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Compute `forward` of a layer, of padded inputs."""
+        graphs = self._graphs(rotation, runs)
+        if number == 0 and graphs.has_run_forward and not graphs.forward_graphs:
+            graphs.capture_forward()
+        if graphs.forward_graphs:
+            return graphs.replay_forward(number, residual, rotation, runs, cache)
+        heads = []
+        out, attended = forward(self.fused, number, residual, rotation, runs, heads)
+        if graphs.results is None:
+            graphs.allocate(out, heads[0], attended)
+        if cache is not None:
+            cache += heads
+        graphs.has_run_forward |= number == len(self.fused.layers) - 1
+        return out, attended
+
+    def backward(
+        self,
+        number: int,
+        d: torch.Tensor,
+        residual: torch.Tensor,
+        attended: Sequence[torch.Tensor],
+        rotation: Rotation,
+        runs: VarlenSegments,
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Compute `backward` of a layer, of padded inputs."""
+        graphs = self._graphs(rotation, runs)
+        first = number == len(self.fused.layers) - 1
+        # Of sizes that were dropped since the forward there may be no results yet.
+        if first and graphs.has_run_backward and graphs.results and not graphs.backward_graphs:
+            graphs.capture_backward()
+        if graphs.backward_graphs:
+            return graphs.replay_backward(number, d, residual, attended, rotation, runs)
+        results = backward(self.fused, number, d, residual, attended, rotation, runs)
+        graphs.has_run_backward |= number == 0
+        return results
+
+    def capture_all(self, functions: Sequence[Callable[[], object]]) -> list[Graph]:
+        """Return a graph of each function."""
+        num_bytes = 0
+        if not self.is_reserved:
+            # Else each size that is larger than those before would take memory of its own.
+            num_bytes = TEMPORARIES * self.capacity * self.outputs
+            num_bytes *= self.fused.embedding.element_size()
+        self.is_reserved = True
+        return self.capture(functions, self.pool, num_bytes)
+
+    def _graphs(self, rotation, runs) -> "SizedGraphs":
+        sizes = runs.num_tokens, len(runs.keys), len(runs.query_ends)
+        sizes += runs.most_queries, runs.most_keys
+        if runs.num_tokens > self.capacity:
+            self.capacity = min(power_of_2(runs.num_tokens), self.most_tokens)
+            self.clear()
+        graphs = self.of_sizes.pop(sizes, None)
+        if graphs is None:
+            graphs = SizedGraphs(self, rotation, runs)
+            if len(self.of_sizes) == MAX_SIZES:
+                self._wait()
+                del self.of_sizes[next(iter(self.of_sizes))]
+        self.of_sizes[sizes] = graphs  # the last used is the last: dicts keep the order
+        return graphs
+
+    def buffer(self, name: str, like: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Return memory of the shape of a tensor; one of m rows shares it with other sizes."""
+        shape = [*like.shape]
+        if shape[:1] == [num_tokens]:
+            shape[0] = self.capacity
+        key = name, *shape
+        if key not in self.buffers:
+            self.buffers[key] = like.new_zeros(shape)
+        return self.buffers[key][: len(like)] if like.dim() else self.buffers[key]
+
+
+class SizedGraphs:
+    """Graphs of all layers for inputs of one size, and where they read and write.
+
+    Attributes:
+        rotation, runs: what the layers' inputs share.
+        residual: input of a layer.
+        results: output of a layer, its keys and values, and of attention what changes; None:
+            no layer has run yet.
+        constants: what attention returns behind it, which does not change: it has no dropout.
+        d, by_residual, by_lora: gradients of a layer's output, of its input and, of all its LoRA's
+            parameters, as one tensor.
+        forward_graphs, backward_graphs: a graph of each layer; none: not captured.
+    """
+
+    def __init__(self, graphs: LayerGraphs, rotation: Rotation, runs: VarlenSegments):
+        self.graphs = weakref.proxy(graphs)  # which has these
+        self.rotation = Rotation(*[x.clone() for x in rotation])
+        self.runs = runs.with_tensors([x.clone() for x in runs.tensors])
+        self.loaded = runs
+        self.results: list[torch.Tensor] | None = None
+        self.forward_graphs: list[Graph] = []
+        self.backward_graphs: list[Graph] = []
+        self.has_run_forward = self.has_run_backward = False
+
+    def allocate(
+        self, out: torch.Tensor, heads: list[torch.Tensor], attended: Sequence[torch.Tensor]
+    ):
+        """Make the memory of what a layer reads and writes, of the shapes of these."""
+        m = self.runs.num_tokens
+
+        def buffer(name, like):
+            return self.graphs.buffer(name, like, m)
+
+        self.residual, self.d, self.by_residual = map(buffer, ("residual", "d", "by"), 3 * [out])
+        mixed, sums, *self.constants = attended
+        self.results = [buffer("out", out), *map(buffer, "kv", heads)]
+        self.results += [buffer("mixed", mixed), buffer("sums", sums)]
+        sources = self.graphs.fused.layers[0].sources
+        lora = out.new_empty(sum(p.numel() for p in sources), dtype=torch.float32)
+        self.by_lora = buffer("lora", lora)
+
+    @property
+    def attended(self) -> list[torch.Tensor]:
+        """What a layer's attention has returned."""
+        return [*self.results[3:], *self.constants]
+
+    def load(self, rotation: Rotation, runs: VarlenSegments):
+        """Copy what all layers' inputs share, unless it is there."""
+        if runs is not self.loaded:
+            mine = [*self.rotation, *self.runs.tensors]
+            for target, source in zip(mine, [*rotation, *runs.tensors], strict=True):
+                target.copy_(source)
+            self.loaded = runs
+
+    def capture_forward(self):
+        """Capture the forward of all layers."""
+        fused = self.graphs.fused
+
+        def one_layer(number):
+            heads = []
+            out, attended = forward(fused, number, self.residual, self.rotation, self.runs, heads)
+            for target, source in zip(self.results, [out, *heads[0], *attended]):
+                target.copy_(source)
+
+        self.forward_graphs = self._capture(one_layer)
+
+    def capture_backward(self):
+        """Capture the backward of all layers."""
+        fused = self.graphs.fused
+
+        def one_layer(number):
+            d, by_lora = backward(
+                fused, number, self.d, self.residual, self.attended, self.rotation, self.runs
+            )
+            self.by_residual.copy_(d)
+            for target, source in zip(self._of_each(self.by_lora), by_lora, strict=True):
+                target.copy_(source)
+
+        self.backward_graphs = self._capture(one_layer)
+
+    def _capture(self, one_layer):
+        numbers = range(len(self.graphs.fused.layers))
+        return self.graphs.capture_all([functools.partial(one_layer, n) for n in numbers])
+
+    def replay_forward(
+        self,
+        number: int,
+        residual: torch.Tensor,
+        rotation: Rotation,
+        runs: VarlenSegments,
+        cache: list[list[torch.Tensor]] | None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Compute `forward` by a layer's graph."""
+        self.load(rotation, runs)
+        self.residual.copy_(residual)
+        self.forward_graphs[number].replay()
+        out, k, v, *attended = self.results
+        if cache is not None:
+            cache.append([k.clone(), v.clone()])
+        return out.clone(), (*[result.clone() for result in attended], *self.constants)
+
+    def replay_backward(
+        self,
+        number: int,
+        d: torch.Tensor,
+        residual: torch.Tensor,
+        attended: Sequence[torch.Tensor],
+        rotation: Rotation,
+        runs: VarlenSegments,
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Compute `backward` by a layer's graph."""
+        self.load(rotation, runs)
+        targets = [self.d, self.residual, *self.results[3:]]
+        for target, source in zip(targets, [d, residual, *attended]):
+            target.copy_(source)
+        self.backward_graphs[number].replay()
+        # Copies: autograd may keep a gradient until another of the same parameter comes.
+        return self.by_residual.clone(), self._of_each(self.by_lora.clone())
+
+    def _of_each(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return parts of a tensor as gradients of a layer's LoRA parameters."""
+        sources = self.graphs.fused.layers[0].sources
+        parts = flat.split([p.numel() for p in sources])
+        return [part.view(p.shape) for part, p in zip(parts, sources)]
