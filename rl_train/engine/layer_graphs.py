@@ -1,9 +1,9 @@
 """A decoder layer's forward and backward without autograd, and CUDA graphs that launch them.
 
-A layer's forward launches some 25 kernels and its backward 60. For few tokens Python takes longer
-to launch them than the GPU to run them, so a graph launches them all. A graph reads and writes
-fixed addresses: inputs are copied to them before it runs, results from them behind it. So a layer
-keeps nothing of one call that the next one would overwrite.
+A layer's forward launches about 25 kernels, its backward 60. With few tokens Python launches them
+more slowly than the GPU runs them. So each layer has one CUDA graph for its forward and one for its
+backward. Graphs read and write fixed addresses: inputs are copied in before a replay, results are
+cloned after it, so the next replay overwrites nothing that is still needed.
 
 Letters: m tokens, C width, K key-value heads, D head size.
 """
@@ -22,26 +22,26 @@ from rl_train.engine.varlen_attention import VarlenSegments, power_of_2
 if TYPE_CHECKING:
     from rl_train.engine.fused_weights import FusedModel
 
-# Numbers of a layer's largest tensor beyond which the GPU takes longer than the launches do. They
-# also bound the memory that graphs hold.
+# Elements of a layer's largest tensor above which launches no longer take longer than the GPU. This
+# bounds the graphs' memory, too.
 MOST_NUMBERS = 2**26
-MAX_MEMORY = 0.01  # of a GPU's, for what a layer computes in between
-TEMPORARIES = 4  # of the size of its largest tensor: as many as a backward has at a time
-MAX_SIZES = 16  # sizes of inputs whose graphs are kept; the one unused for longest goes
+MAX_MEMORY = 0.01  # fraction of a GPU's memory that a layer's temporaries may take
+TEMPORARIES = 4  # temporaries of its largest tensor's size that a backward holds at once
+MAX_SIZES = 16  # sizes of inputs whose graphs are kept; the least recently used is dropped
 
 
 def memory_of(device: torch.device) -> float:
-    """Return the bytes of a GPU's memory; that of a CPU does not count."""
+    """Return a GPU's total memory in bytes; infinity for a CPU."""
     if device.type != "cuda":
         return float("inf")
     return torch.cuda.get_device_properties(device).total_memory
 
 
 class Graph(Protocol):
-    """What `capture` returns."""
+    """A captured CUDA graph."""
 
     def replay(self):
-        """Run what was captured once more."""
+        """Run once more what was captured."""
 
 
 def forward(
@@ -90,7 +90,8 @@ def backward(
     may_compile = number == len(fused.layers) - 1  # the first in a backward
     with fused.gathered(number, then=number - 1) as layer:
         mark_if(may_compile, d, residual, mixed)
-        # Backward through the MLP and the output projection, without their forward.
+        # Backward through the MLP and the output projection. Their forward is recomputed, but for
+        # the product of `down`.
         d, d_mixed, *by_rest = functions.after_attention_vjp(d, residual, mixed, layer)
         q, k, v = functions.before_attention(residual, layer, rotation)
         by_heads = varlen_attention.attend_vjp(d_mixed, q, k, v, runs, *attended)
@@ -117,13 +118,14 @@ def _stream() -> torch.cuda.Stream:
 def capture(
     functions: Sequence[Callable[[], object]], pool: tuple[int, int], num_bytes: int = 0
 ) -> list[torch.cuda.CUDAGraph]:
-    """Return a CUDA graph of what each function launches, with memory of a pool.
+    """Return one CUDA graph for each function, with memory from `pool`.
 
-    What a function compiles or loads can't be captured. So the first one is run before, on the
-    stream of the captures, for which it also allocates workspaces; the others must have run.
+    Compiling and loading kernels can't be captured. The first function runs once before, on the
+    stream of the captures, for which it also allocates workspaces. The others must have run.
 
     Args:
-        num_bytes: that the pool then has in one piece, from which it takes what is smaller.
+        num_bytes: size of a block to reserve in the pool, from which the captures then allocate;
+            0: none.
     """
     stream, graphs = _stream(), []
     stream.wait_stream(torch.cuda.current_stream())
@@ -149,8 +151,8 @@ def capture(
 class LayerGraphs:
     """Graphs of all layers of a model, by sizes of their inputs.
 
-    The layers run without graphs when sizes are new: that compiles and loads kernels. The next
-    time the graphs of all layers are captured.
+    The first call of a size runs without graphs, which compiles and loads kernels. The second one
+    captures the graphs of all layers.
     """
 
     def __init__(self, fused: "FusedModel", capture: Callable = capture):
@@ -161,12 +163,13 @@ class LayerGraphs:
         memory = MAX_MEMORY * memory_of(weight.device) / (TEMPORARIES * weight.element_size())
         most_numbers = int(min(MOST_NUMBERS, memory))
         self.most_tokens = most_numbers // self.outputs
-        self.most_keys = most_numbers // layer.qkv_sizes[0]  # repeated for each query head
+        # The backward has the gradients of keys once for each query head.
+        self.most_keys = most_numbers // layer.qkv_sizes[0]
         self.capacity = 0  # tokens for which there is memory
         self.clear()
 
     def clear(self):
-        """Drop all graphs and their memory: the next use captures anew."""
+        """Drop all graphs and buffers. Each size then runs once without graphs before a capture."""
         self._wait()
         self.of_sizes: dict[tuple[int, ...], SizedGraphs] = {}
         self.buffers: dict[tuple, torch.Tensor] = {}
@@ -180,7 +183,7 @@ class LayerGraphs:
             torch.cuda.synchronize()
 
     def fit(self, runs: VarlenSegments) -> bool:
-        """Return whether graphs launch layers of such inputs."""
+        """Return whether padded inputs are small enough for graphs."""
         # Flash attention's backward holds up to 128 tokens more for each run.
         num_queries = runs.num_tokens + 128 * len(runs.query_ends)
         most_keys = max(num_queries, len(runs.keys))
@@ -194,7 +197,7 @@ class LayerGraphs:
         runs: VarlenSegments,
         cache: list[list[torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Compute `forward` of a layer, of padded inputs."""
+        """Run the module's `forward` on padded inputs, by a layer's graph once it is captured."""
         graphs = self._graphs(rotation, runs)
         if number == 0 and graphs.has_run_forward and not graphs.forward_graphs:
             graphs.capture_forward()
@@ -218,7 +221,7 @@ class LayerGraphs:
         rotation: Rotation,
         runs: VarlenSegments,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Compute `backward` of a layer, of padded inputs."""
+        """Run the module's `backward` on padded inputs, by a layer's graph once it is captured."""
         graphs = self._graphs(rotation, runs)
         first = number == len(self.fused.layers) - 1
         # Of sizes that were dropped since the forward there may be no results yet.
@@ -256,7 +259,10 @@ class LayerGraphs:
         return graphs
 
     def buffer(self, name: str, like: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Return memory of the shape of a tensor; one of m rows shares it with other sizes."""
+        """Return a buffer shaped like a tensor.
+
+        If its rows are the tokens, it is the first rows of one that all sizes share.
+        """
         shape = [*like.shape]
         if shape[:1] == [num_tokens]:
             shape[0] = self.capacity
@@ -270,14 +276,16 @@ class SizedGraphs:
     """Graphs of all layers for inputs of one size, and where they read and write.
 
     Attributes:
-        rotation, runs: what the layers' inputs share.
-        residual: input of a layer.
-        results: output of a layer, its keys and values, and of attention what changes; None:
-            no layer has run yet.
-        constants: what attention returns behind it, which does not change: it has no dropout.
-        d, by_residual, by_lora: gradients of a layer's output, of its input and, of all its LoRA's
-            parameters, as one tensor.
-        forward_graphs, backward_graphs: a graph of each layer; none: not captured.
+        rotation, runs: copies at the addresses that the graphs read; loaded: the runs that were
+            copied last.
+        residual, d: buffers of a layer's input and of its output's gradient, from `allocate` on.
+        results: buffers of a layer's output, its keys and values, attention's output and
+            log-sum-exp; None before `allocate`.
+        constants: random state that attention returns, unused without dropout.
+        by_residual, by_lora: buffers of the gradients of a layer's input and of its LoRA's
+            parameters, these as one tensor.
+        forward_graphs, backward_graphs: one graph for each layer; empty before a capture.
+        has_run_forward, has_run_backward: whether all layers have run once without graphs.
     """
 
     def __init__(self, graphs: LayerGraphs, rotation: Rotation, runs: VarlenSegments):
@@ -293,7 +301,7 @@ class SizedGraphs:
     def allocate(
         self, out: torch.Tensor, heads: list[torch.Tensor], attended: Sequence[torch.Tensor]
     ):
-        """Make the memory of what a layer reads and writes, of the shapes of these."""
+        """Make the buffers of what a layer reads and writes, shaped like these."""
         m = self.runs.num_tokens
 
         def buffer(name, like):
@@ -309,11 +317,11 @@ class SizedGraphs:
 
     @property
     def attended(self) -> list[torch.Tensor]:
-        """What a layer's attention has returned."""
+        """Buffers and constants, in the order in which `varlen_attention.attend` returns them."""
         return [*self.results[3:], *self.constants]
 
     def load(self, rotation: Rotation, runs: VarlenSegments):
-        """Copy what all layers' inputs share, unless it is there."""
+        """Copy rotation and runs to the graphs' addresses, unless these runs were copied last."""
         if runs is not self.loaded:
             mine = [*self.rotation, *self.runs.tensors]
             for target, source in zip(mine, [*rotation, *runs.tensors], strict=True):
@@ -358,7 +366,7 @@ class SizedGraphs:
         runs: VarlenSegments,
         cache: list[list[torch.Tensor]] | None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Compute `forward` by a layer's graph."""
+        """Run the module's `forward` by a layer's graph."""
         self.load(rotation, runs)
         self.residual.copy_(residual)
         self.forward_graphs[number].replay()
@@ -376,7 +384,7 @@ class SizedGraphs:
         rotation: Rotation,
         runs: VarlenSegments,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Compute `backward` by a layer's graph."""
+        """Run the module's `backward` by a layer's graph."""
         self.load(rotation, runs)
         targets = [self.d, self.residual, *self.results[3:]]
         for target, source in zip(targets, [d, residual, *attended]):
@@ -386,7 +394,7 @@ class SizedGraphs:
         return self.by_residual.clone(), self._of_each(self.by_lora.clone())
 
     def _of_each(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return parts of a tensor as gradients of a layer's LoRA parameters."""
+        """Return views of a flat tensor with the shapes of a layer's LoRA parameters."""
         sources = self.graphs.fused.layers[0].sources
         parts = flat.split([p.numel() for p in sources])
         return [part.view(p.shape) for part, p in zip(parts, sources)]

@@ -1,10 +1,11 @@
-"""Forward and backward of a decoder LLM with LoRA over packed tokens: no padding, few kernels.
+"""Forward and backward of a decoder LLM with LoRA over packed tokens, in few kernels.
 
 In an update eager modules spend more time on copies than on products: LoRA layers cast their input
 to float32 and back, and each operation between two products reads and writes all tokens. Here
-linears of one input are one product (see `fused_weights`), and their LoRA A's another, or a part of
-it without gradient. The two halves of a layer, before and behind attention (`layers`), are compiled
-to few kernels on a GPU.
+linears of one input are one product (see `fused_weights`), of which their LoRA A's are rows; where
+autograd goes through a layer these are a product of their own, and wide linears are apart. Only
+CUDA graphs (`layer_graphs`) add padding. The two halves of a layer, before and behind attention
+(`layers`), are compiled to few kernels on a GPU.
 
 Letters: m tokens of all sequences, P sequences, S slots of each, C width, H query heads,
 K key-value heads, D head size.
@@ -40,9 +41,13 @@ def hidden_states(
     copies of the LoRA in the fused matrices are refreshed.
 
     Args:
-        embeds: (P, S, W), W = C or more: the rest is added to the states behind the first layers.
+        embeds: (P, S, C), or (P, S, (1 + n) * C): the n parts behind the first are added to the
+            outputs of the first n layers (deepstack).
         cache: list that receives the keys and values of each layer, [(m, K, D), (m, K, D)], with
-            padding behind the m.
+            padding behind the m; only without gradient.
+
+    Raises:
+        AssertionError: embeds are wider than C, and the family has no deepstack.
     """
     functions = fused.functions
     # Autograd can't keep a quantised layer's matrices, in whose place the next layer's are made.
@@ -122,7 +127,7 @@ class _Checkpoint(torch.autograd.Function):
         residual: torch.Tensor,
         *lora: torch.nn.Parameter,
     ) -> torch.Tensor:
-        residual = residual.detach()  # as in the backward: one graph for all layers
+        residual = residual.detach()  # as in the backward: torch.compile makes one version
         forward = graphs.forward if graphs else partial(layer_graphs.forward, fused)
         out, attended = forward(number, residual, rotation, runs)
         ctx.save_for_backward(*lora, residual, *attended)

@@ -17,10 +17,14 @@ TOKENS = 128  # multiple to which `padded` rounds up
 
 @dataclass
 class VarlenSegments:
-    """Tokens as runs: a prompt, or the inputs of one row, which attend to their prompt too."""
+    """Packed tokens in runs.
+
+    A run is the beginning of a sequence, as a prompt, or one continuation, as the inputs of a row,
+    which also attends to the beginning.
+    """
 
     slots: torch.Tensor  # (m,) index of each token among the P*S slots
-    keys: torch.Tensor  # tokens that the first run attends to, the second, ..
+    keys: torch.Tensor  # index of the tokens that the first run attends to, the second, ..
     query_ends: torch.Tensor  # (runs + 1,) int32, from 0
     key_ends: torch.Tensor  # (runs + 1,) int32, from 0
     most_queries: int  # of a run
@@ -30,7 +34,7 @@ class VarlenSegments:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What flash attention reads."""
+        """Tensors that flash attention takes beside q, k and v."""
         return [self.keys, self.query_ends, self.key_ends]
 
     def with_tensors(self, tensors: list[torch.Tensor], **changes) -> "VarlenSegments":
@@ -44,21 +48,22 @@ class VarlenSegments:
         return self.with_tensors(tensors, slots=to_device(self.slots, device))
 
     def padded(self) -> "VarlenSegments":
-        """Return the same with runs of tokens behind the m, so that few sizes are left.
+        """Return the same with runs of padding behind the m tokens, so that few sizes occur.
 
-        These tokens see only each other: they get no gradient and give none. Tokens are rounded up
-        to a multiple of TOKENS, all other sizes to powers of 2. No run has more keys than
-        `most_keys`, so one token or more is there for each `most_keys` keys. Empty runs follow.
-        All is on the CPU.
+        Padding attends only to padding: it gets no gradient of real tokens and gives them none. The
+        number of tokens becomes a multiple of TOKENS; the numbers of runs and keys, `most_queries`
+        and `most_keys` become powers of 2. Padding keys are split into runs of at most `most_keys`,
+        each with at least one token. Empty runs fill up the number of runs. Tensors are on the CPU.
         """
+        # The first run of padding has at most TOKENS tokens, and needs as many keys.
         num_keys = power_of_2(len(self.keys) + 2 * TOKENS)
         most_keys = power_of_2(max(self.most_keys, 2 * TOKENS))
         more_keys = num_keys - len(self.keys)
         more_runs = -(-more_keys // most_keys)
         num_tokens = len(self.slots) + more_runs
         num_tokens += -num_tokens % TOKENS
-        # The first run has all tokens but one for each other run, and as many keys as a run can
-        # have, or all.
+        # The first run takes the tokens that the others, with one each, leave. All but the last run
+        # have most_keys keys.
         queries = np.ones(more_runs, dtype=np.int32)
         queries[0] = num_tokens - len(self.slots) - (more_runs - 1)
         keys = np.full(more_runs, most_keys, dtype=np.int32)
@@ -67,7 +72,7 @@ class VarlenSegments:
         more_empty = power_of_2(len(self.query_ends) - 1 + more_runs)
         more_empty -= len(self.query_ends) - 1 + more_runs
 
-        # All of these tokens in turn: a sum over keys adds few to each.
+        # Keys are all of these tokens in turn, so that a sum over keys adds few to each.
         padding = torch.arange(more_keys) % (num_tokens - len(self.slots)) + len(self.slots)
 
         def longer(ends, sizes):
@@ -124,9 +129,10 @@ def by_flash(x: torch.Tensor) -> bool:
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: VarlenSegments
 ) -> tuple[torch.Tensor, ...]:
-    """Return attention (m, H*D) and the other inputs of flash attention's backward, no gradient.
+    """Return attention's output (m, H*D) and what else the backward of flash attention takes.
 
-    Flash attention reads a prompt's keys repeated for each of its rows; they are stored once.
+    That is the log-sum-exp and the random state; with a bias nothing. Autograd does not follow. A
+    prompt's keys are repeated for each of its rows during the call; they are kept once.
     """
     if runs.bias is not None:
         # Dense attention recomputes its state in the backward.
@@ -175,7 +181,7 @@ def attend_vjp(
         True,
         *state,
     )
-    # Sums of up to G + 1 numbers, in float32.
+    # Sums in float32: a key of a prompt is in its own run and in that of each of its rows.
     totals = [torch.zeros_like(k, dtype=torch.float32) for _ in d_kv]
     gradients = [t.index_add_(0, runs.keys, gradient.float()) for t, gradient in zip(totals, d_kv)]
     return dq, *[total.to(k.dtype) for total in gradients]
