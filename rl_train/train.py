@@ -80,8 +80,10 @@ def train(run: Run, loader: DataLoader, end_step: StepCallback):
                     with roles.use("reference"):
                         reference = reference_scores(policy, task, rollout, optim.micro_batch_size)
                 asked_rollouts.append(step.ask(task, rollout, reference))  # asks the teacher
-            for asked in reversed(asked_rollouts):
-                outcome, weights = asked.rewards(), asked.task.reward_weights
+            # Loop 2 comes first again: a GPU still computes the masks that loop 1 asked for.
+            outcomes = [asked.rewards() for asked in asked_rollouts]
+            for asked, outcome in reversed([*zip(asked_rollouts, outcomes)]):
+                weights = asked.task.reward_weights
                 training_reward = combine(outcome.rewards, weights, run.component_group_size)
                 advantages = group_advantages(training_reward, G, config.loss.group_scale)  # (N,)
                 step.add(asked, outcome, training_reward, advantages)

@@ -14,6 +14,8 @@ from transformers import (
 )
 from transformers.models.sam3.modeling_sam3 import Sam3VisionNeck
 
+from .sam2_attention import leave_out_unread_scores
+
 ABSENT = -1024.0  # mask logit of an object that the score says is absent
 
 
@@ -30,6 +32,7 @@ def build_sam(config: Sam2VideoConfig | Sam3TrackerVideoConfig) -> nn.Module:
         sam.class_position = nn.Parameter(torch.zeros_like(positions[:, :1]))
     else:
         sam = Sam2VideoModel(config)
+        leave_out_unread_scores(sam)
     sam.prompt_encoder.shared_embedding = sam.shared_image_embedding
     return sam
 

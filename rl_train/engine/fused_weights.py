@@ -365,11 +365,11 @@ class FusedModel:
     def may_have_graphs(self) -> bool:
         """Return whether CUDA graphs may launch the layers: whole ones with LoRAs of equal shapes.
 
-        Quantised layers' matrices come and go.
+        A quantised layer's graphs dequantise it, into memory that stays where it is.
         """
         shapes = [[p.shape for p in layer.sources] for layer in self.layers]
         alike = all(of_layer == shapes[0] for of_layer in shapes)
-        return self.embedding.is_cuda and alike and not (self.is_sharded or self.is_quantized)
+        return self.embedding.is_cuda and alike and not self.is_sharded
 
     def check(self):
         """Raise AssertionError if the model no longer computes with the fused matrices."""

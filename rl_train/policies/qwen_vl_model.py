@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 from rl_train.config.grpo_config import PolicyConfig
 from rl_train.utils.io import read_json
 from sa2va_hf.qwen_images import ImagePreprocessing
+from sa2va_hf.sam2_attention import leave_out_unread_scores
 from sa2va_hf.weights import INDEX, find_keys
 
 # SAM2 has one such matrix. transformers keeps two copies; a file may hold only one of them.
@@ -153,6 +154,7 @@ def load_sam(path: str | Path, dtype: torch.dtype = torch.float32) -> Sam2Model:
     # transformers would warn of a config of the model for videos, whose other keys are not read.
     raw = read_json(Path(path) / "config.json") | dict(model_type=Sam2Config.model_type)
     sam = _load("--sam_path", Sam2Model, path, torch.float32, Sam2Config.from_dict(raw))
+    leave_out_unread_scores(sam)
     sam.vision_encoder.to(dtype)
     return sam
 

@@ -461,16 +461,18 @@ def by_chunks(
 ) -> torch.Tensor:
     """Concatenate compute(slice) (m, ..) over chunks of masks: see `masks_at_once`.
 
-    If there are several chunks, the backward computes each again, so that it holds one at a time.
+    The backward begins with the last chunk, and computes each one before it again, so that it holds
+    one at a time.
     """
     at_once = masks_at_once(images)
     if num_masks <= at_once:
         return compute(slice(None))
+    *chunks, last = [slice(start, start + at_once) for start in range(0, num_masks, at_once)]
+    compute_first = compute
     if torch.is_grad_enabled():
         # The mask decoder uses no random numbers, so no random state is kept.
-        compute = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
-    starts = range(0, num_masks, at_once)
-    return torch.cat([compute(slice(start, start + at_once)) for start in starts])
+        compute_first = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([*map(compute_first, chunks), compute(last)])
 
 
 def masks_at_once(images: ImageFeatures) -> int:

@@ -104,6 +104,7 @@ class Task(Protocol):
     takes_boxes: bool = False  # whether samples may have boxes and points in place of a mask
     takes_no_target: bool = False  # whether captions of samples may name nothing in the image
     asks_teacher: bool = False  # whether it uses that role; else no teacher is kept
+    asked: tuple[Rollout, Any] | None = None  # rollout of `begin_rewards`, result of `ask_teacher`
     asks_reference: bool = False  # whether supervised training keeps the reference too
     turns: int = 1  # questions about an image in an example of supervised training, at most
     # (policy, batch, features, max_new_tokens) -> {column: B values} of the evaluation split;
@@ -138,12 +139,23 @@ class Task(Protocol):
         return replace(outcome, rewards=with_measurements(self, rollout, outcome))
 
     def begin_rewards(self, rollout: Rollout) -> Callable[[], RewardOutput]:
-        """Return a function that returns `rewards`.
+        """Ask the teacher; return a function that waits for its answers and returns `rewards`.
 
-        A task whose teacher writes asks it now, and reads the answer then: in between they are
-        sampled together with what another task samples.
+        In between a GPU computes masks while the CPU scores another task's captions, and captions
+        are sampled together with what another task samples.
         """
+        self.asked = rollout, self.ask_teacher(rollout)
         return partial(self.rewards, rollout)
+
+    def ask_teacher(self, rollout: Rollout) -> Any:
+        """Ask the teacher what the rewards need, without waiting for a GPU, if that can be."""
+
+    def teacher_answers(self, rollout: Rollout) -> Any:
+        """Return what `ask_teacher` returned; ask now if `begin_rewards` did not ask about this."""
+        asked, self.asked = self.asked, None
+        if asked is None or asked[0] is not rollout:
+            return self.ask_teacher(rollout)
+        return asked[1]
 
 
 def with_measurements(

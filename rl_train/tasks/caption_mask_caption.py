@@ -20,8 +20,6 @@ class CaptionMaskCaption(MaskAnswers):
     name = "loop2"
     asks_teacher = takes_no_target = True
     reward_components = (*CAPTION_REWARDS, "likelihood", "iou", *FORM_REWARDS)
-    # (rollout, what `ask_teacher` returned) of `begin_rewards`, which `own_rewards` takes
-    asked: tuple[Rollout, tuple] | None = None
 
     @dataclass(frozen=True)
     class Options(MaskOptions):
@@ -46,15 +44,8 @@ class CaptionMaskCaption(MaskAnswers):
         it with a weight of --reward_weights. A row that the judge gives NaN is not scored at all.
         See `complete` for further ones and for captions that name nothing.
         """
-        asked, self.asked = self.asked, None
-        if asked is None or asked[0] is not rollout:
-            asked = rollout, self.ask_teacher(rollout)
-        captions, likelihood = asked[1]
+        captions, likelihood = self.teacher_answers(rollout)
         return self.compare(rollout, captions(), likelihood)
-
-    def begin_rewards(self, rollout: Rollout) -> Callable[[], RewardOutput]:
-        self.asked = rollout, self.ask_teacher(rollout)
-        return super().begin_rewards(rollout)
 
     def ask_teacher(self, rollout: Rollout) -> tuple[Callable[[], list[str]], torch.Tensor | None]:
         """Ask the teacher for captions of the N sampled masks, and the prompts' likelihoods (N,).

@@ -1,9 +1,10 @@
 """Loop 1, mask -> caption -> mask': the policy describes a region, the teacher finds it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rl_train.config.flags import WEIGHT, flag
-from rl_train.policies.sa2va_queries import RowMasks, segment_model_captions
+from rl_train.policies.sa2va_queries import RowMasks, segment_model_captions_later
 from rl_train.rewards import mask_iou
 from rl_train.rewards.captions import CAPTION_REWARDS, JUDGE_SHARES, caption_rewards
 from rl_train.rewards.iou import ON_TARGET
@@ -54,19 +55,20 @@ class MaskCaptionMask(Task):
         compare the sampled caption with the true one. A row that the judge gives NaN is not scored
         at all.
         """
-        return self.compare(rollout, self.ask_teacher(rollout))
+        find_masks = self.teacher_answers(rollout)
+        return self.compare(rollout, find_masks() if find_masks else None)
 
-    def ask_teacher(self, rollout: Rollout) -> RowMasks | None:
-        """Return the mask that the teacher finds by each of N captions.
+    def ask_teacher(self, rollout: Rollout) -> Callable[[], RowMasks] | None:
+        """Ask the teacher for a mask by each of N captions; None if no reward is measured by one.
 
         A caption without words has an empty mask and is not asked about; a reply without [SEG]
-        gives an empty mask too. None if no reward is measured by a mask.
+        gives an empty mask too.
         """
         by_mask = set(self.mask_components) & set(self.components)
         if not by_mask and not self.context.user_rewards:
             return None
         with self.context.roles.use("teacher"):
-            return segment_model_captions(
+            return segment_model_captions_later(
                 self.context.policy,
                 rollout.features,
                 rollout.prompts.image_index,

@@ -2,9 +2,9 @@
 
 Random weights at published shapes and forced lengths: see `tools.benchmarks.workload` and
 `tools.benchmarks.trl_style`. Of Sa2VA both loops: loop 2's teacher reads its questions in the phase
-ask2 and writes its captions in rollout1, together with those of loop 1; METEOR, which runs on the
-CPU, is in teacher2. Of Qwen2.5-VL its points: SAM2, which draws the masks, is in teacher1. Data
-loading and logging are not in it.
+ask2 and writes its captions in rollout1, together with those of loop 1, whose teacher finds masks
+in ask1; METEOR, which the CPU computes meanwhile, is in teacher2. Of Qwen2.5-VL its points: SAM2,
+which draws the masks, is in teacher1. Data loading and logging are not in it.
 
 `--alternatives trl` measures both on the same shapes, in turns: each step in TRL's way has steps of
 ours before and behind it, by whose median it is divided. A step of the 4B in TRL's way takes over
@@ -32,7 +32,7 @@ from tools.benchmarks.trl_style import build_trl_style
 WAYS = {"ours": workload.build, "trl": build_trl_style}
 LOOP = ("rollout", "old", "reference", "ask")
 PHASES = ["encode", *(f"{phase}{loop}" for loop in (2, 1) for phase in LOOP)]
-PHASES += ["teacher1", "teacher2", "update"]
+PHASES += ["teacher2", "teacher1", "update"]
 
 
 @dataclass(frozen=True, kw_only=True)

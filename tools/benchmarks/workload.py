@@ -251,11 +251,11 @@ class Work:
             end(f"reference{number + 1}")
             asked.append((number, task, rollout, reference, task.begin_rewards(rollout)))
             end(f"ask{number + 1}")
-        for number, task, rollout, reference, rewards in reversed(asked):
+        for number, task, rollout, reference, rewards in asked:
             outcome = rewards()
             reward = combine(outcome.rewards, task.reward_weights)
             advantages = group_advantages(reward, G, scale)
-            work.append(TaskWork(task, rollout, outcome, reward, advantages, reference))
+            work.insert(0, TaskWork(task, rollout, outcome, reward, advantages, reference))
             end(f"teacher{number + 1}")
         totals, _ = loss_denominators(work, self.ranks.world_size)
         num_micro_batches = count_micro_batches(work, optim.micro_batch_size)

@@ -116,7 +116,7 @@ def test_a_step_of_real_shapes(real):
     words = log_normal(2, 20.0, 10.0, 512, 0)
     assert [len(caption.split()) for caption in real.batch.captions] == words
     assert words[0] - words[1] == len(segment.prompts.ids[0]) - len(segment.prompts.ids[1]) != 0
-    (forced,), (said,) = real.requests["teacher1"], real.requests["teacher2"]
+    (forced,), (said,) = real.requests["ask1"], real.requests["teacher2"]
     assert forced.valid is None and len(forced.prompts) == 6
     assert said.valid.sum(1).tolist() == expected and list(map(len, said.prompts.ids)) == [L] * 6
     share = 1 - sum(expected) / (6 * max(expected))
@@ -142,10 +142,10 @@ def test_floor_counts_the_real_lengths(real):
 def test_floor_reads_an_image_once_for_all_prompts_about_it(real):
     """The teacher's, of which three are about each of two images."""
     model, image = roofline.LanguageModel(real.policy.model.language_model), 3 * 64
-    prompts = real.requests["teacher1"][0].prompts
+    prompts = real.requests["ask1"][0].prompts
     start = prompts.ids[0].index(real.policy.prompts.context_id)
     total = sum(map(len, prompts.ids)) - 4 * (start + image)
-    found = roofline.call_of(real, real.requests["teacher1"][0])
+    found = roofline.call_of(real, real.requests["ask1"][0])
     assert found.own.sum() == total and found.answers is None
     pairs = sum(len(ids) ** 2 for ids in prompts.ids) / 2 - 4 * (start + image) ** 2 / 2
     least = roofline.Least(model, 1.0, 1e30)
