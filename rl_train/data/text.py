@@ -1,5 +1,6 @@
 """Clean captions of data sets, so that they are safe in a prompt."""
 
+import functools
 import re
 
 SPECIAL_TOKENS = tuple(
@@ -41,6 +42,7 @@ def caption_fault(text: str | float | bool | list | dict | None) -> str | None:
     return None if clean_caption(text) else BLANK
 
 
+@functools.lru_cache(maxsize=4096)  # of each caption it is asked several times
 def phrase(caption: str) -> str:
     """Turn a caption into {x} of a segmentation prompt.
 

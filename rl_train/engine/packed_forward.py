@@ -49,19 +49,21 @@ def hidden_states(
     Raises:
         AssertionError: embeds are wider than C, and the family has no deepstack.
     """
-    functions = fused.functions
-    # Autograd can't keep a quantised layer's matrices, in whose place the next layer's are made.
-    recompute = torch.is_grad_enabled() and (gradient_checkpointing or fused.is_quantized)
-    with_gradient = torch.is_grad_enabled() and not recompute  # autograd inside each layer
-    if not with_gradient:
-        fused.refresh()  # copies of the LoRA make fewer, larger products
-    with torch.autocast(embeds.device.type, enabled=False):
-        runs, graphs, device = varlen_attention.varlen_segments(layout.part), None, embeds.device
+    functions, device, graphs = fused.functions, embeds.device, None
+    with torch.autocast(device.type, enabled=False):
+        runs = varlen_attention.varlen_segments(layout.part)
         by_flash = varlen_attention.by_flash(embeds)
-        if fused.graphs is not None and by_flash and not with_gradient:
+        if fused.graphs is not None and by_flash:
             padded = runs.padded()
             if fused.graphs.fit(padded):
                 runs, graphs = padded, fused.graphs
+        # Autograd can't keep a quantised layer's matrices, in whose place the next layer's are
+        # made. And graphs recompute a layer in less time than autograd's launches take.
+        recompute = gradient_checkpointing or fused.is_quantized or graphs is not None
+        recompute = recompute and torch.is_grad_enabled()
+        with_gradient = torch.is_grad_enabled() and not recompute  # autograd inside each layer
+        if not with_gradient:
+            fused.refresh()  # copies of the LoRA make fewer, larger products
         bias = None if by_flash else layout.bias(embeds.dtype, device)
         runs = replace(runs.to(device), bias=bias)
         num_tokens = len(runs.slots)

@@ -21,6 +21,7 @@ from tests.engine.tiny import (
     fast,
     make,
     prompts,
+    quantized_llm,
     scored,
     slow,
     tiny_llm,
@@ -86,12 +87,24 @@ def captured(graphs):
     return [(len(g.forward_graphs), len(g.backward_graphs)) for g in graphs.of_sizes.values()]
 
 
-@pytest.mark.parametrize("lora_r", [4, 0])
-def test_equals_modules(by_graphs, lora_r):
-    llm = tiny_llm(lora_r=lora_r, num_hidden_layers=3)
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize(
+    "make_llm",
+    [
+        partial(tiny_llm, num_hidden_layers=3),
+        partial(tiny_llm, num_hidden_layers=3, lora_r=0),
+        partial(quantized_llm, "8bit"),
+        partial(quantized_llm, "4bit"),
+    ],
+    ids=["LoRA", "no LoRA", "8bit", "4bit"],
+)
+def test_equals_modules(by_graphs, make_llm, checkpointing):
+    """Layers that autograd would keep are launched by graphs, too."""
+    llm = make_llm()
     right = {len(sizes): scored(llm, slow, **sizes) for sizes in ({}, SIZES)}
     right[4] = scored(llm, slow, **LONGER)
     engine, graphs = by_graphs(llm)
+    engine.gradient_checkpointing = checkpointing
     for number, sizes in enumerate([SIZES, SIZES, {}, LONGER, SIZES, LONGER, {}, LONGER]):
         found = scored(llm, fast, engine=engine, **sizes)
         expected = right[4 if sizes is LONGER else len(sizes)]

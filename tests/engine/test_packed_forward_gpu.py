@@ -4,12 +4,18 @@ import pytest
 import torch
 
 from rl_train.engine import Engine
-from tests.engine.tiny import fast, prompts, scored, slow, tiny_llm
+from tests.engine.tiny import fast, prompts, quantized_llm, scored, slow, tiny_llm
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
+
+
+def scored_without_graphs(llm, checkpointing, **sizes):
+    engine = Engine(llm, pad_id=0, temperature=0.9, gradient_checkpointing=checkpointing)
+    engine.fused(llm.lm_head.weight).graphs = None
+    return scored(llm, fast, engine=engine, **sizes)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -20,7 +26,8 @@ def test_flash_equals_modules(num_kv_heads, checkpointing):
     sizes |= dict(initializer_range=0.02)
     llm = tiny_llm(lora_r=16, dtype=torch.bfloat16, device="cuda", **sizes)
     sizes = dict(prompt_length=150, num_tokens=140, lengths=(140, 2, 0, 1, 129))
-    by = {slow: scored(llm, slow, **sizes), fast: scored(llm, fast, checkpointing, **sizes)}
+    by_fast = scored_without_graphs(llm, checkpointing, **sizes)
+    by = {slow: scored(llm, slow, **sizes), fast: by_fast}
     llm = llm.float()
     logp, entropy, gradients = scored(llm, slow, **sizes)
     exact = scored(llm, fast, checkpointing, **sizes)
@@ -36,11 +43,14 @@ def test_flash_equals_modules(num_kv_heads, checkpointing):
         assert torch.cosine_similarity(ours, gradient.flatten(), dim=0) > 0.99, name
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 2])
-def test_cuda_graphs_give_the_same(num_kv_heads, monkeypatch):
+@pytest.mark.parametrize(
+    "num_kv_heads, quantized", [(1, None), (2, None), (2, "8bit"), (2, "4bit")]
+)
+def test_cuda_graphs_give_the_same(num_kv_heads, quantized, monkeypatch):
     """As without graphs. The first call runs without them, the second captures them."""
     shape = dict(hidden_size=256, num_attention_heads=8, num_key_value_heads=num_kv_heads)
-    llm = tiny_llm(lora_r=16, dtype=torch.bfloat16, device="cuda", initializer_range=0.02, **shape)
+    shape |= dict(dtype=torch.bfloat16, device="cuda", initializer_range=0.02, lora_r=16)
+    llm = quantized_llm(quantized, **shape) if quantized else tiny_llm(**shape)
     engine = Engine(llm, pad_id=0, temperature=0.9, gradient_checkpointing=True)
     monkeypatch.setattr(engine, "release", lambda: None)
     fused = engine.fused(llm.lm_head.weight)
@@ -58,7 +68,8 @@ def test_cuda_graphs_give_the_same(num_kv_heads, monkeypatch):
             assert torch.cosine_similarity(found, gradient, dim=0) > 0.99, name
             assert 0.97 < found.norm() / gradient.norm() < 1.03, name
     (of_sizes,) = graphs.of_sizes.values()
-    assert len(of_sizes.forward_graphs) == len(of_sizes.backward_graphs) == 2
+    num_layers = len(fused.layers)
+    assert len(of_sizes.forward_graphs) == len(of_sizes.backward_graphs) == num_layers
 
 
 def test_prompts_by_cuda_graphs():
