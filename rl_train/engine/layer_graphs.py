@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 # Elements of a layer's largest tensor above which launches no longer take longer than the GPU. This
 # bounds the graphs' memory, too.
-MOST_NUMBERS = 2**26
-MAX_MEMORY = 0.01  # fraction of a GPU's memory that a layer's temporaries may take
+MAX_ELEMENTS = 2**26
+MAX_MEMORY_FRACTION = 0.01  # fraction of a GPU's memory that a layer's temporaries may take
 TEMPORARIES = 4  # temporaries of its largest tensor's size that a backward holds at once
 MAX_SIZES = 16  # sizes of inputs whose graphs are kept; the least recently used is dropped
 
@@ -49,7 +49,7 @@ def forward(
     number: int,
     residual: torch.Tensor,
     rotation: Rotation,
-    runs: VarlenSegments,
+    segments: VarlenSegments,
     cache: list[list[torch.Tensor]] | None = None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Return a layer's output (m, C) and what `varlen_attention.attend` returns.
@@ -62,13 +62,13 @@ def forward(
     with fused.gathered(number, then=number + 1) as layer:
         mark_if(number == 0, residual)
         q, k, v = functions.before_attention(residual, layer, rotation)
-        attended = varlen_attention.attend(q, k, v, runs)
+        attended = varlen_attention.attend(q, k, v, segments)
         if cache is not None:
             cache.append([k, v])
         del q, k, v  # freed before the MLP, the layer's peak of memory
-        mixed = attended[0]
-        mark_if(number == 0, residual, mixed)
-        return functions.after_attention(residual, mixed, layer), attended
+        attn_output = attended[0]
+        mark_if(number == 0, residual, attn_output)
+        return functions.after_attention(residual, attn_output, layer), attended
 
 
 def backward(
@@ -78,7 +78,7 @@ def backward(
     residual: torch.Tensor,
     attended: Sequence[torch.Tensor],
     rotation: Rotation,
-    runs: VarlenSegments,
+    segments: VarlenSegments,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return the gradients of a layer's input (m, C) and of A, B of each of its linears in turn.
 
@@ -86,18 +86,18 @@ def backward(
         d: (m, C) gradient of the layer's output; residual, attended: input and last result of
             `forward`.
     """
-    functions, mixed = fused.functions, attended[0]
+    functions, attn_output = fused.functions, attended[0]
     may_compile = number == len(fused.layers) - 1  # the first in a backward
     with fused.gathered(number, then=number - 1) as layer:
-        mark_if(may_compile, d, residual, mixed)
+        mark_if(may_compile, d, residual, attn_output)
         # Backward through the MLP and the output projection. Their forward is recomputed, but for
         # the product of `down`.
-        d, d_mixed, *by_rest = functions.after_attention_vjp(d, residual, mixed, layer)
+        d, d_attn_output, *d_rest = functions.after_attention_vjp(d, residual, attn_output, layer)
         q, k, v = functions.before_attention(residual, layer, rotation)
-        by_heads = varlen_attention.attend_vjp(d_mixed, q, k, v, runs, *attended)
-        mark_if(may_compile, d, *by_heads)
-        d, *by_qkv = functions.before_attention_vjp(d, by_heads, residual, layer, rotation)
-    return d, [*by_qkv, *by_rest]
+        d_heads = varlen_attention.attend_vjp(d_attn_output, q, k, v, segments, *attended)
+        mark_if(may_compile, d, *d_heads)
+        d, *d_qkv = functions.before_attention_vjp(d, d_heads, residual, layer, rotation)
+    return d, [*d_qkv, *d_rest]
 
 
 def mark_if(may_compile: bool, *tensors: torch.Tensor):
@@ -159,12 +159,14 @@ class LayerGraphs:
         self.fused = weakref.proxy(fused)  # which has these graphs
         self.capture = capture
         layer, weight = fused.layers[0], fused.embedding
-        self.outputs = max(sum(group.sizes) for group in layer.linears)  # of a token
-        memory = MAX_MEMORY * memory_of(weight.device) / (TEMPORARIES * weight.element_size())
-        most_numbers = int(min(MOST_NUMBERS, memory))
-        self.most_tokens = most_numbers // self.outputs
+        self.max_outputs = max(sum(group.sizes) for group in layer.linears)  # of a token
+        memory = (
+            MAX_MEMORY_FRACTION * memory_of(weight.device) / (TEMPORARIES * weight.element_size())
+        )
+        max_elements = int(min(MAX_ELEMENTS, memory))
+        self.most_tokens = max_elements // self.max_outputs
         # The backward has the gradients of keys once for each query head.
-        self.most_keys = most_numbers // layer.qkv_sizes[0]
+        self.most_keys = max_elements // layer.qkv_sizes[0]
         self.capacity = 0  # tokens for which there is memory
         self.clear()
 
@@ -182,30 +184,30 @@ class LayerGraphs:
         if self.fused.embedding.is_cuda:
             torch.cuda.synchronize()
 
-    def fit(self, runs: VarlenSegments) -> bool:
+    def fit(self, segments: VarlenSegments) -> bool:
         """Return whether padded inputs are small enough for graphs."""
-        # Flash attention's backward holds up to 128 tokens more for each run.
-        num_queries = runs.num_tokens + 128 * len(runs.query_ends)
-        most_keys = max(num_queries, len(runs.keys))
-        return runs.num_tokens <= self.most_tokens and most_keys <= self.most_keys
+        # Flash attention's backward holds up to 128 tokens more for each segment.
+        num_queries = segments.num_tokens + 128 * len(segments.query_ends)
+        most_keys = max(num_queries, len(segments.keys))
+        return segments.num_tokens <= self.most_tokens and most_keys <= self.most_keys
 
     def forward(
         self,
         number: int,
         residual: torch.Tensor,
         rotation: Rotation,
-        runs: VarlenSegments,
+        segments: VarlenSegments,
         cache: list[list[torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Run the module's `forward` on padded inputs, by a layer's graph once it is captured."""
-        graphs = self._graphs(rotation, runs)
+        graphs = self._graphs(rotation, segments)
         if number == 0 and graphs.has_run_forward and not graphs.forward_graphs:
             graphs.capture_forward()
         if graphs.forward_graphs:
-            return graphs.replay_forward(number, residual, rotation, runs, cache)
+            return graphs.replay_forward(number, residual, rotation, segments, cache)
         heads = []
-        out, attended = forward(self.fused, number, residual, rotation, runs, heads)
-        if graphs.results is None:
+        out, attended = forward(self.fused, number, residual, rotation, segments, heads)
+        if not graphs.is_allocated:
             graphs.allocate(out, heads[0], attended)
         if cache is not None:
             cache += heads
@@ -219,17 +221,18 @@ class LayerGraphs:
         residual: torch.Tensor,
         attended: Sequence[torch.Tensor],
         rotation: Rotation,
-        runs: VarlenSegments,
+        segments: VarlenSegments,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Run the module's `backward` on padded inputs, by a layer's graph once it is captured."""
-        graphs = self._graphs(rotation, runs)
+        graphs = self._graphs(rotation, segments)
         first = number == len(self.fused.layers) - 1
-        # Of sizes that were dropped since the forward there may be no results yet.
-        if first and graphs.has_run_backward and graphs.results and not graphs.backward_graphs:
+        # Of sizes that were dropped since the forward there may be no buffers yet.
+        can_capture = graphs.has_run_backward and graphs.is_allocated
+        if first and can_capture and not graphs.backward_graphs:
             graphs.capture_backward()
         if graphs.backward_graphs:
-            return graphs.replay_backward(number, d, residual, attended, rotation, runs)
-        results = backward(self.fused, number, d, residual, attended, rotation, runs)
+            return graphs.replay_backward(number, d, residual, attended, rotation, segments)
+        results = backward(self.fused, number, d, residual, attended, rotation, segments)
         graphs.has_run_backward |= number == 0
         return results
 
@@ -238,20 +241,20 @@ class LayerGraphs:
         num_bytes = 0
         if not self.is_reserved:
             # Else each size that is larger than those before would take memory of its own.
-            num_bytes = TEMPORARIES * self.capacity * self.outputs
+            num_bytes = TEMPORARIES * self.capacity * self.max_outputs
             num_bytes *= self.fused.embedding.element_size()
         self.is_reserved = True
         return self.capture(functions, self.pool, num_bytes)
 
-    def _graphs(self, rotation, runs) -> "SizedGraphs":
-        sizes = runs.num_tokens, len(runs.keys), len(runs.query_ends)
-        sizes += runs.most_queries, runs.most_keys
-        if runs.num_tokens > self.capacity:
-            self.capacity = min(power_of_2(runs.num_tokens), self.most_tokens)
+    def _graphs(self, rotation, segments) -> "SizedGraphs":
+        sizes = segments.num_tokens, len(segments.keys), len(segments.query_ends)
+        sizes += segments.most_queries, segments.most_keys
+        if segments.num_tokens > self.capacity:
+            self.capacity = min(power_of_2(segments.num_tokens), self.most_tokens)
             self.clear()
         graphs = self.of_sizes.pop(sizes, None)
         if graphs is None:
-            graphs = SizedGraphs(self, rotation, runs)
+            graphs = SizedGraphs(self, rotation, segments)
             if len(self.of_sizes) == MAX_SIZES:
                 self._wait()
                 del self.of_sizes[next(iter(self.of_sizes))]
@@ -276,24 +279,25 @@ class SizedGraphs:
     """Graphs of all layers for inputs of one size, and where they read and write.
 
     Attributes:
-        rotation, runs: copies at the addresses that the graphs read; loaded: the runs that were
-            copied last.
-        residual, d: buffers of a layer's input and of its output's gradient, from `allocate` on.
-        results: buffers of a layer's output, its keys and values, attention's output and
-            log-sum-exp; None before `allocate`.
-        constants: random state that attention returns, unused without dropout.
-        by_residual, by_lora: buffers of the gradients of a layer's input and of its LoRA's
+        rotation, segments: copies at the addresses that the graphs read; loaded: the segments that
+            were copied last.
+        residual, d: buffers of a layer's input and of its output's gradient.
+        out, kv: buffers of a layer's output, and of its keys and values.
+        attn_output, logsumexp: buffers of what attention returns; attn_state: random state that it
+            returns too, unused without dropout.
+        d_residual, d_lora: buffers of the gradients of a layer's input and of its LoRA's
             parameters, these as one tensor.
+        is_allocated: whether there are these buffers, which `allocate` makes.
         forward_graphs, backward_graphs: one graph for each layer; empty before a capture.
         has_run_forward, has_run_backward: whether all layers have run once without graphs.
     """
 
-    def __init__(self, graphs: LayerGraphs, rotation: Rotation, runs: VarlenSegments):
+    def __init__(self, graphs: LayerGraphs, rotation: Rotation, segments: VarlenSegments):
         self.graphs = weakref.proxy(graphs)  # which has these
         self.rotation = Rotation(*[x.clone() for x in rotation])
-        self.runs = runs.with_tensors([x.clone() for x in runs.tensors])
-        self.loaded = runs
-        self.results: list[torch.Tensor] | None = None
+        self.segments = segments.with_tensors([x.clone() for x in segments.tensors])
+        self.loaded = segments
+        self.is_allocated = False
         self.forward_graphs: list[Graph] = []
         self.backward_graphs: list[Graph] = []
         self.has_run_forward = self.has_run_backward = False
@@ -302,31 +306,35 @@ class SizedGraphs:
         self, out: torch.Tensor, heads: list[torch.Tensor], attended: Sequence[torch.Tensor]
     ):
         """Make the buffers of what a layer reads and writes, shaped like these."""
-        m = self.runs.num_tokens
+        m = self.segments.num_tokens
 
         def buffer(name, like):
             return self.graphs.buffer(name, like, m)
 
-        self.residual, self.d, self.by_residual = map(buffer, ("residual", "d", "by"), 3 * [out])
-        mixed, sums, *self.constants = attended
-        self.results = [buffer("out", out), *map(buffer, "kv", heads)]
-        self.results += [buffer("mixed", mixed), buffer("sums", sums)]
+        self.residual, self.d, self.d_residual, self.out = (
+            buffer(name, out) for name in ("residual", "d_out", "d_residual", "out")
+        )
+        self.kv = [buffer(name, tensor) for name, tensor in zip("kv", heads)]
+        attn_output, logsumexp, *self.attn_state = attended
+        self.attn_output = buffer("attn_output", attn_output)
+        self.logsumexp = buffer("logsumexp", logsumexp)
         sources = self.graphs.fused.layers[0].sources
         lora = out.new_empty(sum(p.numel() for p in sources), dtype=torch.float32)
-        self.by_lora = buffer("lora", lora)
+        self.d_lora = buffer("d_lora", lora)
+        self.is_allocated = True
 
     @property
     def attended(self) -> list[torch.Tensor]:
-        """Buffers and constants, in the order in which `varlen_attention.attend` returns them."""
-        return [*self.results[3:], *self.constants]
+        """What `varlen_attention.attend` returns, in its order."""
+        return [self.attn_output, self.logsumexp, *self.attn_state]
 
-    def load(self, rotation: Rotation, runs: VarlenSegments):
-        """Copy rotation and runs to the graphs' addresses, unless these runs were copied last."""
-        if runs is not self.loaded:
-            mine = [*self.rotation, *self.runs.tensors]
-            for target, source in zip(mine, [*rotation, *runs.tensors], strict=True):
+    def load(self, rotation: Rotation, segments: VarlenSegments):
+        """Copy both to the graphs' addresses, unless these segments were copied last."""
+        if segments is not self.loaded:
+            targets = [*self.rotation, *self.segments.tensors]
+            for target, source in zip(targets, [*rotation, *segments.tensors], strict=True):
                 target.copy_(source)
-            self.loaded = runs
+            self.loaded = segments
 
     def capture_forward(self):
         """Capture the forward of all layers."""
@@ -334,8 +342,11 @@ class SizedGraphs:
 
         def one_layer(number):
             heads = []
-            out, attended = forward(fused, number, self.residual, self.rotation, self.runs, heads)
-            for target, source in zip(self.results, [out, *heads[0], *attended]):
+            out, attended = forward(
+                fused, number, self.residual, self.rotation, self.segments, heads
+            )
+            targets = [self.out, *self.kv, self.attn_output, self.logsumexp]
+            for target, source in zip(targets, [out, *heads[0], *attended]):
                 target.copy_(source)
 
         self.forward_graphs = self._capture(one_layer)
@@ -345,11 +356,11 @@ class SizedGraphs:
         fused = self.graphs.fused
 
         def one_layer(number):
-            d, by_lora = backward(
-                fused, number, self.d, self.residual, self.attended, self.rotation, self.runs
+            d, d_lora = backward(
+                fused, number, self.d, self.residual, self.attended, self.rotation, self.segments
             )
-            self.by_residual.copy_(d)
-            for target, source in zip(self._of_each(self.by_lora), by_lora, strict=True):
+            self.d_residual.copy_(d)
+            for target, source in zip(self._of_each(self.d_lora), d_lora, strict=True):
                 target.copy_(source)
 
         self.backward_graphs = self._capture(one_layer)
@@ -363,17 +374,17 @@ class SizedGraphs:
         number: int,
         residual: torch.Tensor,
         rotation: Rotation,
-        runs: VarlenSegments,
+        segments: VarlenSegments,
         cache: list[list[torch.Tensor]] | None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Run the module's `forward` by a layer's graph."""
-        self.load(rotation, runs)
+        self.load(rotation, segments)
         self.residual.copy_(residual)
         self.forward_graphs[number].replay()
-        out, k, v, *attended = self.results
         if cache is not None:
-            cache.append([k.clone(), v.clone()])
-        return out.clone(), (*[result.clone() for result in attended], *self.constants)
+            cache.append([tensor.clone() for tensor in self.kv])
+        attended = self.attn_output.clone(), self.logsumexp.clone(), *self.attn_state
+        return self.out.clone(), attended
 
     def replay_backward(
         self,
@@ -382,16 +393,16 @@ class SizedGraphs:
         residual: torch.Tensor,
         attended: Sequence[torch.Tensor],
         rotation: Rotation,
-        runs: VarlenSegments,
+        segments: VarlenSegments,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Run the module's `backward` by a layer's graph."""
-        self.load(rotation, runs)
-        targets = [self.d, self.residual, *self.results[3:]]
+        self.load(rotation, segments)
+        targets = [self.d, self.residual, self.attn_output, self.logsumexp]
         for target, source in zip(targets, [d, residual, *attended]):
             target.copy_(source)
         self.backward_graphs[number].replay()
         # Copies: autograd may keep a gradient until another of the same parameter comes.
-        return self.by_residual.clone(), self._of_each(self.by_lora.clone())
+        return self.d_residual.clone(), self._of_each(self.d_lora.clone())
 
     def _of_each(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return views of a flat tensor with the shapes of a layer's LoRA parameters."""

@@ -33,28 +33,29 @@ def before_attention_vjp(
         return layers.before_attention(residual, replaced, rotation)
 
     # The residual also goes past attention: both derivatives are added.
-    by_residual, lora = torch.func.vjp(function, residual, lora)[1](d_heads)
-    return d_residual + by_residual, *_of_each(*lora)
+    d_by_heads, d_lora = torch.func.vjp(function, residual, lora)[1](d_heads)
+    return d_residual + d_by_heads, *_of_each(*d_lora)
 
 
 def after_attention_vjp(
-    d: torch.Tensor, residual: torch.Tensor, mixed: torch.Tensor, layer: Layer
+    d: torch.Tensor, residual: torch.Tensor, attn_output: torch.Tensor, layer: Layer
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of residual, of mixed and of A, B of each linear in turn.
+    """Return the gradients of residual, of attn_output and of A, B of each linear in turn.
 
     Compiled, it does not compute the output of `down`. d: gradient of the layer's output.
     """
     *before, out, mlp_norm, gate_up, down = layer
     frozen, loras = zip(*[_apart(linears) for linears in (out, gate_up, down)])
 
-    def function(residual, mixed, loras):
+    def function(residual, attn_output, loras):
         out, gate_up, down = map(_with_lora, frozen, loras)
         replaced = Layer(*before, out, mlp_norm, gate_up, down)
-        return layers.after_attention(residual, mixed, replaced)
+        return layers.after_attention(residual, attn_output, replaced)
 
     # The derivative does not depend on the output, so the compiler drops the last product.
-    by_residual, by_mixed, loras = torch.func.vjp(function, residual, mixed, loras)[1](d)
-    return by_residual, by_mixed, *[d for lora in loras for d in _of_each(*lora)]
+    vjp = torch.func.vjp(function, residual, attn_output, loras)[1]
+    d_residual, d_attn_output, d_loras = vjp(d)
+    return d_residual, d_attn_output, *[d for d_lora in d_loras for d in _of_each(*d_lora)]
 
 
 def _apart(linears: Linears):
@@ -74,8 +75,8 @@ def _with_lora(frozen: Linears, lora) -> Linears:
 
 def _of_each(a, b):
     """Return float32 derivatives by A, B of the first linear, of the second, .."""
-    by_a = a[0].float().chunk(len(b)) if b else ()  # (k*r, C) in k parts
-    return [d for pair in zip(by_a, b) for d in (pair[0], pair[1].float())]
+    d_a = a[0].float().chunk(len(b)) if b else ()  # (k*r, C) in k parts
+    return [d for pair in zip(d_a, b) for d in (pair[0], pair[1].float())]
 
 
 class LayerFunctions(NamedTuple):

@@ -171,8 +171,8 @@ def decoder_layer(
         rotation: of the tokens, likewise.
         attention: returns (m, H*D) from q (m, H, D), k and v (m, K, D).
     """
-    mixed = attention(*before_attention(x, layer, rotation, parts))
-    return after_attention(x, mixed, layer, parts)
+    attn_output = attention(*before_attention(x, layer, rotation, parts))
+    return after_attention(x, attn_output, layer, parts)
 
 
 def before_attention(
@@ -184,10 +184,10 @@ def before_attention(
 
 
 def after_attention(
-    x: torch.Tensor, mixed: torch.Tensor, layer: Layer, parts: Parts = PLAIN
+    x: torch.Tensor, attn_output: torch.Tensor, layer: Layer, parts: Parts = PLAIN
 ) -> torch.Tensor:
-    """Return the residual (m, C) after a layer, given its attention `mixed` (m, H*D)."""
-    x = parts.add(x, parts.linear(mixed, layer.out))
+    """Return the residual (m, C) after a layer, given its attention `attn_output` (m, H*D)."""
+    x = parts.add(x, parts.linear(attn_output, layer.out))
     inner = parts.gate(parts.linear(parts.norm(x, layer.mlp_norm), layer.gate_up))
     return parts.add(x, parts.linear(inner, layer.down))
 

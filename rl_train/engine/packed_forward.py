@@ -51,25 +51,25 @@ def hidden_states(
     """
     functions, device, graphs = fused.functions, embeds.device, None
     with torch.autocast(device.type, enabled=False):
-        runs = varlen_attention.varlen_segments(layout.part)
+        segments = varlen_attention.varlen_segments(layout.part)
         by_flash = varlen_attention.by_flash(embeds)
         if fused.graphs is not None and by_flash:
-            padded = runs.padded()
+            padded = segments.padded()
             if fused.graphs.fit(padded):
-                runs, graphs = padded, fused.graphs
+                segments, graphs = padded, fused.graphs
         # Autograd can't keep a quantised layer's matrices, in whose place the next layer's are
         # made. And graphs recompute a layer in less time than autograd's launches take.
         recompute = gradient_checkpointing or fused.is_quantized or graphs is not None
         recompute = recompute and torch.is_grad_enabled()
-        with_gradient = torch.is_grad_enabled() and not recompute  # autograd inside each layer
-        if not with_gradient:
+        autograd_in_layers = torch.is_grad_enabled() and not recompute  # autograd inside each layer
+        if not autograd_in_layers:
             fused.refresh()  # copies of the LoRA make fewer, larger products
         bias = None if by_flash else layout.bias(embeds.dtype, device)
-        runs = replace(runs.to(device), bias=bias)
-        num_tokens = len(runs.slots)
-        more_tokens = runs.num_tokens - num_tokens  # padding for the graphs
+        segments = replace(segments.to(device), bias=bias)
+        num_tokens = len(segments.slots)
+        more_tokens = segments.num_tokens - num_tokens  # padding for the graphs
         position = to_device(layout.position_ids, device)
-        position = position.flatten(1)[:, runs.slots].t()  # (m, axes)
+        position = position.flatten(1)[:, segments.slots].t()  # (m, axes)
         position = position.expand(-1, fused.num_axes)  # a single axis stands for all
         angle = position.index_select(1, fused.axis) * fused.inv_freq  # (m, D/2), row by row
         angle = F.pad(angle, (0, 0, 0, more_tokens)) if graphs else angle
@@ -77,7 +77,7 @@ def hidden_states(
         rotation = Rotation(*mark_rows_dynamic(*[f[:, None] for f in rotation]))  # (m, 1, D/2)
         # (m, C) each: embeddings, and what is added behind the first layers (deepstack)
         width = fused.embedding.shape[1]
-        residual, deepstack = embeds.flatten(0, 1)[runs.slots], ()
+        residual, deepstack = embeds.flatten(0, 1)[segments.slots], ()
         residual = F.pad(residual, (0, 0, 0, more_tokens)) if graphs else residual
         if residual.shape[1] > width:
             assert fused.family.deepstack, f"embeddings of {residual.shape[1]} numbers, not {width}"
@@ -87,18 +87,18 @@ def hidden_states(
             if recompute:
                 # LoRA's parameters are inputs, as only a Function's inputs get gradients.
                 residual = _Checkpoint.apply(
-                    fused, graphs, number, rotation, runs, residual, *layer.sources
+                    fused, graphs, number, rotation, segments, residual, *layer.sources
                 )
-            elif with_gradient:
+            elif autograd_in_layers:
                 mark_rows_dynamic(residual)
                 q, k, v = functions.before_attention(residual, layer.live, rotation)
-                mixed = varlen_attention.Attention.apply(q, k, v, runs)
+                attn_output = varlen_attention.Attention.apply(q, k, v, segments)
                 # The second layer may compile too: unlike the first one's, its input needs a
                 # gradient.
-                mark_rows_dynamic(residual, mixed)
-                residual = functions.after_attention(residual, mixed, layer.live)
+                mark_rows_dynamic(residual, attn_output)
+                residual = functions.after_attention(residual, attn_output, layer.live)
             else:
-                residual, _ = forward(number, residual, rotation, runs, cache)
+                residual, _ = forward(number, residual, rotation, segments, cache)
             if number < len(deepstack):
                 residual = residual + deepstack[number]
         residual = residual[:num_tokens] if graphs else residual
@@ -108,7 +108,7 @@ def hidden_states(
         # Back to padded sequences: (m, C) -> (P, S, C).
         shape = *embeds.shape[:2], width
         slots = residual.new_zeros(shape).flatten(0, 1)
-        return slots.index_copy(0, runs.slots, residual).view(shape)
+        return slots.index_copy(0, segments.slots, residual).view(shape)
 
 
 class _Checkpoint(torch.autograd.Function):
@@ -125,16 +125,16 @@ class _Checkpoint(torch.autograd.Function):
         graphs: LayerGraphs | None,
         number: int,
         rotation: Rotation,
-        runs: varlen_attention.VarlenSegments,
+        segments: varlen_attention.VarlenSegments,
         residual: torch.Tensor,
         *lora: torch.nn.Parameter,
     ) -> torch.Tensor:
         residual = residual.detach()  # as in the backward: torch.compile makes one version
         forward = graphs.forward if graphs else partial(layer_graphs.forward, fused)
-        out, attended = forward(number, residual, rotation, runs)
+        out, attended = forward(number, residual, rotation, segments)
         ctx.save_for_backward(*lora, residual, *attended)
         ctx.fused, ctx.graphs, ctx.number = fused, graphs, number
-        ctx.rotation, ctx.runs = rotation, runs
+        ctx.rotation, ctx.segments = rotation, segments
         ctx.lora_address = address(lora)
         return out
 
@@ -150,5 +150,5 @@ class _Checkpoint(torch.autograd.Function):
         fused.follow()  # forwards of other roles may have run in between
         backward = graphs.backward if graphs else partial(layer_graphs.backward, fused)
         with torch.autocast(d.device.type, enabled=False):
-            d, by_lora = backward(ctx.number, d, residual, attended, ctx.rotation, ctx.runs)
-        return *no_gradients, d, *by_lora
+            d, d_lora = backward(ctx.number, d, residual, attended, ctx.rotation, ctx.segments)
+        return *no_gradients, d, *d_lora

@@ -12,23 +12,23 @@ from torch.autograd.function import once_differentiable
 
 from sa2va_hf.to_device import to_device
 
-TOKENS = 128  # multiple to which `padded` rounds up
+TOKEN_MULTIPLE = 128  # multiple to which `padded` rounds up
 
 
 @dataclass
 class VarlenSegments:
-    """Packed tokens in runs.
+    """Packed tokens in segments.
 
-    A run is the beginning of a sequence, as a prompt, or one continuation, as the inputs of a row,
-    which also attends to the beginning.
+    A segment is the beginning of a sequence, as a prompt, or one continuation, as the inputs of a
+    row, which also attends to the beginning.
     """
 
     slots: torch.Tensor  # (m,) index of each token among the P*S slots
-    keys: torch.Tensor  # index of the tokens that the first run attends to, the second, ..
-    query_ends: torch.Tensor  # (runs + 1,) int32, from 0
-    key_ends: torch.Tensor  # (runs + 1,) int32, from 0
-    most_queries: int  # of a run
-    most_keys: int  # of a run
+    keys: torch.Tensor  # index of the tokens that the first segment attends to, the second, ..
+    query_ends: torch.Tensor  # (segments + 1,) int32, from 0
+    key_ends: torch.Tensor  # (segments + 1,) int32, from 0
+    most_queries: int  # of a segment
+    most_keys: int  # of a segment
     num_tokens: int  # m, or more if `padded`
     bias: torch.Tensor | None = None  # (P, 1, S, S) if flash attention is not used
 
@@ -48,29 +48,30 @@ class VarlenSegments:
         return self.with_tensors(tensors, slots=to_device(self.slots, device))
 
     def padded(self) -> "VarlenSegments":
-        """Return the same with runs of padding behind the m tokens, so that few sizes occur.
+        """Return the same with segments of padding behind the m tokens, so that few sizes occur.
 
         Padding attends only to padding: it gets no gradient of real tokens and gives them none. The
-        number of tokens becomes a multiple of TOKENS; the numbers of runs and keys, `most_queries`
-        and `most_keys` become powers of 2. Padding keys are split into runs of at most `most_keys`,
-        each with at least one token. Empty runs fill up the number of runs. Tensors are on the CPU.
+        number of tokens becomes a multiple of TOKEN_MULTIPLE; the numbers of segments and keys,
+        `most_queries` and `most_keys` become powers of 2. Padding keys are split into segments of
+        at most `most_keys`, each with at least one token. Empty segments fill up the number of
+        segments. Tensors are on the CPU.
         """
-        # The first run of padding has at most TOKENS tokens, and needs as many keys.
-        num_keys = power_of_2(len(self.keys) + 2 * TOKENS)
-        most_keys = power_of_2(max(self.most_keys, 2 * TOKENS))
+        # The first segment of padding has at most TOKEN_MULTIPLE tokens, and needs as many keys.
+        num_keys = power_of_2(len(self.keys) + 2 * TOKEN_MULTIPLE)
+        most_keys = power_of_2(max(self.most_keys, 2 * TOKEN_MULTIPLE))
         more_keys = num_keys - len(self.keys)
-        more_runs = -(-more_keys // most_keys)
-        num_tokens = len(self.slots) + more_runs
-        num_tokens += -num_tokens % TOKENS
-        # The first run takes the tokens that the others, with one each, leave. All but the last run
+        more_segments = -(-more_keys // most_keys)
+        num_tokens = len(self.slots) + more_segments
+        num_tokens += -num_tokens % TOKEN_MULTIPLE
+        # The first segment takes the tokens that the others, with one each, leave. All but the last
         # have most_keys keys.
-        queries = np.ones(more_runs, dtype=np.int32)
-        queries[0] = num_tokens - len(self.slots) - (more_runs - 1)
-        keys = np.full(more_runs, most_keys, dtype=np.int32)
-        keys[-1] = more_keys - most_keys * (more_runs - 1)
+        queries = np.ones(more_segments, dtype=np.int32)
+        queries[0] = num_tokens - len(self.slots) - (more_segments - 1)
+        keys = np.full(more_segments, most_keys, dtype=np.int32)
+        keys[-1] = more_keys - most_keys * (more_segments - 1)
         assert queries[0] <= keys[0]
-        more_empty = power_of_2(len(self.query_ends) - 1 + more_runs)
-        more_empty -= len(self.query_ends) - 1 + more_runs
+        more_empty = power_of_2(len(self.query_ends) - 1 + more_segments)
+        more_empty -= len(self.query_ends) - 1 + more_segments
 
         # Keys are all of these tokens in turn, so that a sum over keys adds few to each.
         padding = torch.arange(more_keys) % (num_tokens - len(self.slots)) + len(self.slots)
@@ -84,7 +85,7 @@ class VarlenSegments:
             keys=torch.cat([self.keys, padding]),
             query_ends=longer(self.query_ends, queries),
             key_ends=longer(self.key_ends, keys),
-            most_queries=power_of_2(max(self.most_queries, TOKENS)),
+            most_queries=power_of_2(max(self.most_queries, TOKEN_MULTIPLE)),
             most_keys=most_keys,
             num_tokens=num_tokens,
         )
@@ -96,11 +97,11 @@ def power_of_2(number: int) -> int:
 
 
 def varlen_segments(part: torch.Tensor) -> VarlenSegments:
-    """Return the runs of `packing.Layout.part` (P, S), on the CPU."""
+    """Return the segments of `packing.Layout.part` (P, S), on the CPU."""
     part = part.numpy()  # twice as fast as torch for so few numbers
     slots = np.flatnonzero(part >= 0)
     labels = part.ravel()[slots], slots // part.shape[1]  # part and sequence of each token, (m,)
-    # A run begins where part or sequence changes.
+    # A segment begins where part or sequence changes.
     starts = np.flatnonzero((np.diff(labels, prepend=-1) != 0).any(0))
     ends = np.append(starts, len(slots))
     keys, prompt_indices = [], None
@@ -127,25 +128,25 @@ def by_flash(x: torch.Tensor) -> bool:
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: VarlenSegments
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: VarlenSegments
 ) -> tuple[torch.Tensor, ...]:
     """Return attention's output (m, H*D) and what else the backward of flash attention takes.
 
     That is the log-sum-exp and the random state; with a bias nothing. Autograd does not follow. A
     prompt's keys are repeated for each of its rows during the call; they are kept once.
     """
-    if runs.bias is not None:
+    if segments.bias is not None:
         # Dense attention recomputes its state in the backward.
-        return (dense_attention(q, k, v, runs),)
+        return (dense_attention(q, k, v, segments),)
     # The last three arguments: no dropout, causal, no debugging mask.
     out, *saved, _ = torch.ops.aten._flash_attention_forward(
         q,
-        k[runs.keys],
-        v[runs.keys],
-        runs.query_ends,
-        runs.key_ends,
-        runs.most_queries,
-        runs.most_keys,
+        k[segments.keys],
+        v[segments.keys],
+        segments.query_ends,
+        segments.key_ends,
+        segments.most_queries,
+        segments.most_keys,
         0.0,
         True,
         False,
@@ -158,33 +159,34 @@ def attend_vjp(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    runs: VarlenSegments,
-    mixed: torch.Tensor,
+    segments: VarlenSegments,
+    attn_output: torch.Tensor,
     *saved: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Return derivatives by q, k and v; `mixed` and `saved` are what `attend` returned."""
-    if runs.bias is not None:
-        return torch.func.vjp(lambda *heads: dense_attention(*heads, runs), q, k, v)[1](d)
-    sums, *state = saved
+    """Return derivatives by q, k and v; `attn_output` and `saved` are what `attend` returned."""
+    if segments.bias is not None:
+        return torch.func.vjp(lambda *heads: dense_attention(*heads, segments), q, k, v)[1](d)
+    logsumexp, *state = saved
     dq, *d_kv = torch.ops.aten._flash_attention_backward(
         d.reshape(q.shape),
         q,
-        k[runs.keys],
-        v[runs.keys],
-        mixed.view(q.shape),
-        sums,
-        runs.query_ends,
-        runs.key_ends,
-        runs.most_queries,
-        runs.most_keys,
+        k[segments.keys],
+        v[segments.keys],
+        attn_output.view(q.shape),
+        logsumexp,
+        segments.query_ends,
+        segments.key_ends,
+        segments.most_queries,
+        segments.most_keys,
         0.0,
         True,
         *state,
     )
-    # Sums in float32: a key of a prompt is in its own run and in that of each of its rows.
+    # Sums in float32: a key of a prompt is in its own segment and in that of each of its rows.
     totals = [torch.zeros_like(k, dtype=torch.float32) for _ in d_kv]
-    gradients = [t.index_add_(0, runs.keys, gradient.float()) for t, gradient in zip(totals, d_kv)]
-    return dq, *[total.to(k.dtype) for total in gradients]
+    for total, gradient in zip(totals, d_kv):
+        total.index_add_(0, segments.keys, gradient.float())
+    return dq, *[total.to(k.dtype) for total in totals]
 
 
 class Attention(torch.autograd.Function):
@@ -196,32 +198,32 @@ class Attention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        runs: VarlenSegments,
+        segments: VarlenSegments,
     ):
-        mixed, *saved = attend(q, k, v, runs)
-        ctx.runs = runs
-        ctx.save_for_backward(q, k, v, mixed, *saved)
-        return mixed
+        attn_output, *saved = attend(q, k, v, segments)
+        ctx.segments = segments
+        ctx.save_for_backward(q, k, v, attn_output, *saved)
+        return attn_output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: torch.autograd.function.FunctionCtx, d: torch.Tensor):
         q, k, v, *attended = ctx.saved_tensors
-        return *attend_vjp(d, q, k, v, ctx.runs, *attended), None
+        return *attend_vjp(d, q, k, v, ctx.segments, *attended), None
 
 
 def dense_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: VarlenSegments
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: VarlenSegments
 ) -> torch.Tensor:
     """Compute attention over padded sequences with a bias, where flash attention is not used."""
-    q, k, v = (_padded(x, runs) for x in (q, k, v))  # (P, heads, S, D)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=runs.bias, enable_gqa=True)
+    q, k, v = (_padded(x, segments) for x in (q, k, v))  # (P, heads, S, D)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=segments.bias, enable_gqa=True)
     # (P, H, S, D) -> (m, H*D), without the padding
-    return out.transpose(1, 2).flatten(0, 1)[runs.slots].flatten(1)
+    return out.transpose(1, 2).flatten(0, 1)[segments.slots].flatten(1)
 
 
-def _padded(x, runs):
+def _padded(x, segments):
     """Return x (m, heads, D) as padded sequences (P, heads, S, D), 0 at the padding."""
-    size = len(runs.bias), runs.bias.shape[-1]
-    slots = x.new_zeros(size[0] * size[1], *x.shape[1:]).index_copy(0, runs.slots, x)
+    size = len(segments.bias), segments.bias.shape[-1]
+    slots = x.new_zeros(size[0] * size[1], *x.shape[1:]).index_copy(0, segments.slots, x)
     return slots.unflatten(0, size).transpose(1, 2)

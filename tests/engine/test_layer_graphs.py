@@ -263,7 +263,11 @@ def test_a_larger_size_gets_memory_for_all(by_graphs):
         scored(llm, fast, engine=engine, **sizes)
         assert graphs.capacity == capacity
     assert captured(graphs) == [(0, 0), (0, 0)]  # those of SIZES began anew
-    held = {shape[1] for shape in graphs.buffers if shape[0] in ("residual", "d", "out", "mixed")}
+    held = {
+        shape[1]
+        for shape in graphs.buffers
+        if shape[0] in ("residual", "d_out", "out", "attn_output")
+    }
     assert held == {512}
 
 
@@ -283,7 +287,7 @@ def test_a_released_engine_frees_its_matrices(by_graphs):
 
 
 @pytest.mark.parametrize("num_slots", [3, 60, 127, 128, 400])
-def test_padding_is_runs_of_its_own(num_slots):
+def test_padding_is_segments_of_its_own(num_slots):
     """No token sees padding, padding sees padding only, and all sizes are of a few."""
     random = torch.Generator().manual_seed(num_slots)
     part = torch.randint(1, 4, (2, num_slots), generator=random).sort(1).values
@@ -294,11 +298,11 @@ def test_padding_is_runs_of_its_own(num_slots):
     m, size = plain.num_tokens, padded.num_tokens
     assert size > m and size % 128 == 0 and torch.equal(padded.slots, plain.slots)
     assert torch.equal(padded.keys[: len(plain.keys)], plain.keys)
-    num_runs = len(plain.query_ends)
+    num_segments = len(plain.query_ends)
     for ends in ("query_ends", "key_ends"):
         longer = getattr(padded, ends)
         assert longer.dtype == torch.int32 and (longer.diff() >= 0).all()
-        assert torch.equal(longer[:num_runs], getattr(plain, ends))
+        assert torch.equal(longer[:num_segments], getattr(plain, ends))
     assert padded.query_ends[-1] == size and padded.key_ends[-1] == len(padded.keys)
     assert (padded.keys[len(plain.keys) :] >= m).all() and padded.keys.max() < size
     queries, keys = padded.query_ends.diff(), padded.key_ends.diff()

@@ -17,7 +17,7 @@ from tests.engine.tiny import fast, scored, slow, tiny_llm, trained, work
 
 
 def flash(q, k, v, query_ends, key_ends, longest_query, longest_key, dropout, causal, *rest):
-    """Compute flash attention: run by run, causal from the last query and key on."""
+    """Compute flash attention: segment by segment, causal from the last query and key on."""
     assert causal and dropout == 0 and query_ends.dtype == key_ends.dtype == torch.int32
     outs, sums, group = [], [], q.shape[1] // k.shape[1]
     for q0, q1, k0, k1 in zip(query_ends, query_ends[1:], key_ends, key_ends[1:]):

@@ -1,4 +1,4 @@
-"""Layouts of sequences that share a prompt, and the runs in which attention goes over them."""
+"""Layouts of sequences that share a prompt, and the segments in which attention goes over them."""
 
 import torch
 
@@ -131,7 +131,7 @@ def test_runs_by_hand():
 
 
 def test_runs_are_the_bias():
-    """A token sees the keys of its run up to itself: what the bias says."""
+    """A token sees the keys of its segment up to itself: what the bias says."""
     mask = torch.ones(2, 7, dtype=torch.long)
     mask[1, :3] = 0
     ids = torch.ones(5, 6, dtype=torch.long)

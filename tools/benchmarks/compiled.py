@@ -96,8 +96,8 @@ def attend_by_flex(
 ):
     """Return what `attend_by_products` does; `block_mask` is of the G rows of a prompt."""
     grouped = q.unflatten(0, (len(keys), -1)).transpose(1, 2)  # (P, H, G, D)
-    mixed = flex_attention(grouped, keys, values, block_mask=block_mask, enable_gqa=True)
-    return mixed.transpose(1, 2).reshape(len(q), -1)
+    attn_output = flex_attention(grouped, keys, values, block_mask=block_mask, enable_gqa=True)
+    return attn_output.transpose(1, 2).reshape(len(q), -1)
 
 
 def first(
@@ -114,14 +114,14 @@ def first(
     return residual, q.contiguous()
 
 
-def between(residual: torch.Tensor, mixed: torch.Tensor, layer: Layer, *following: Any):
-    """Finish the layer of attention `mixed`, and return `first` of the layer that follows."""
-    return first(layers.after_attention(residual, mixed, layer, PARTS), *following)
+def between(residual: torch.Tensor, attn_output: torch.Tensor, layer: Layer, *following: Any):
+    """Finish the layer of attention `attn_output`, and return `first` of the layer that follows."""
+    return first(layers.after_attention(residual, attn_output, layer, PARTS), *following)
 
 
-def last(residual: torch.Tensor, mixed: torch.Tensor, layer: Layer, norm: Norm):
-    """Return the last residual (N, C) and its norm, after attention `mixed` of the last layer."""
-    residual = layers.after_attention(residual, mixed, layer, PARTS)
+def last(residual: torch.Tensor, attn_output: torch.Tensor, layer: Layer, norm: Norm):
+    """Return the last residual (N, C) and its norm, after the attention of the last layer."""
+    residual = layers.after_attention(residual, attn_output, layer, PARTS)
     return residual, layers.norm(residual, norm)
 
 
@@ -223,12 +223,12 @@ class CompiledGraph(Graph):
                 cache = TokenCache(
                     *caches, pad=self.pad, own_pad=self.own_pad, done=self.done, slot=self.slot
                 )
-                mixed = fused.decode_ops.attend(cache, q, None, None)
+                attn_output = fused.decode_ops.attend(cache, q, None, None)
             else:
-                mixed = self.attend(q, *self.caches[number], visible)
+                attn_output = self.attend(q, *self.caches[number], visible)
             if number + 1 < len(self.layers):
-                residual, q = self.between(residual, mixed, layer, *following[number + 1])
-        residual, normed = self.last(residual, mixed, layer, fused.final_norm)
+                residual, q = self.between(residual, attn_output, layer, *following[number + 1])
+        residual, normed = self.last(residual, attn_output, layer, fused.final_norm)
         return residual if fused.before_norm else normed, normed
 
     def sample(self, normed: torch.Tensor):
