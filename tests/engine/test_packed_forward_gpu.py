@@ -48,6 +48,8 @@ def test_flash_equals_modules(num_kv_heads, checkpointing):
 )
 def test_cuda_graphs_give_the_same(num_kv_heads, quantized, monkeypatch):
     """As without graphs. The first call runs without them, the second captures them."""
+    if quantized == "4bit":
+        pytest.importorskip("bitsandbytes", reason="it is not installed (extra: quantize)")
     shape = dict(hidden_size=256, num_attention_heads=8, num_key_value_heads=num_kv_heads)
     shape |= dict(dtype=torch.bfloat16, device="cuda", initializer_range=0.02, lora_r=16)
     llm = quantized_llm(quantized, **shape) if quantized else tiny_llm(**shape)
