@@ -274,7 +274,7 @@ def test_a_teacher_that_answers_for_itself(data, two_steps, tmp_path, monkeypatc
     def forced(*_):
         raise AssertionError("a forced answer")
 
-    monkeypatch.setattr("rl_train.policies.sa2va_queries.segment_later", forced)
+    monkeypatch.setattr("rl_train.policies.sa2va_queries.segment", forced)
     output = run(data, tmp_path, num_generations=4, seed=1, max_steps=1, teacher_answer="sampled")
     plain = [line for line in rollouts(two_steps) if line["step"] == 0]
     assert [line["iou"] for line in rollouts(output)] == pytest.approx(

@@ -31,7 +31,7 @@ def test_a_fault_in_a_reward_is_raised(data, tmp_path, monkeypatch):
     def broken(*_, **__):
         raise TypeError("a fault of ours")
 
-    monkeypatch.setattr("rl_train.tasks.mask_caption_mask.segment_model_captions_later", broken)
+    monkeypatch.setattr("rl_train.tasks.mask_caption_mask.segment_model_captions", broken)
     with pytest.raises(TypeError, match="a fault of ours"):
         run(data, tmp_path)
     assert not list(tmp_path.glob("checkpoint_step_*"))

@@ -30,14 +30,19 @@ BLANK_SIDE, GREY = 448, 127  # pixels and value of the image without contents
 
 @dataclass
 class RowMasks:
-    """The mask of each row, and how sure SAM2 is of it.
+    """The mask of each row, and how sure SAM2 is of it; a GPU may still compute both.
 
     Masks of one size may lie in one storage, a row's own and that of its only [SEG] in one place.
     """
 
     masks: list[torch.Tensor]  # (H, W) bool, empty without [SEG]
-    confidence: list[float]  # `mask_confidence` of each mask, 0 without [SEG]
+    scores: torch.Tensor  # (N,) `mask_confidence` of each mask, 0 without [SEG]
     each: list[torch.Tensor] | None = None  # (m, H, W) bool, one for each [SEG] of a row
+
+    @property
+    def confidence(self) -> list[float]:
+        """The scores as numbers, for which it waits."""
+        return self.scores.tolist()
 
 
 def chunks(rows: Sequence, at_once: int | None = None) -> Iterator[Sequence]:
@@ -83,6 +88,7 @@ def segment_by_own_answer(
     return segmented, rows, means
 
 
+@torch.no_grad()
 def row_masks(
     policy: Sa2VAPolicy,
     images: ImageFeatures,
@@ -97,19 +103,6 @@ def row_masks(
 
     Args: one_by_one: keep the masks of the [SEG] too, which takes their memory.
     """
-    return row_masks_later(policy, images, image_index, seg_rows, embeddings, one_by_one)()
-
-
-@torch.no_grad()
-def row_masks_later(
-    policy: Sa2VAPolicy,
-    images: ImageFeatures,
-    image_index: list[int],
-    seg_rows: list[int],
-    embeddings: torch.Tensor,
-    one_by_one: bool = False,
-) -> Callable[[], RowMasks]:
-    """Return a function that waits for `row_masks`, which a GPU computes from now on."""
     logits_of_row = [[] for _ in image_index]  # (256, 256) of each [SEG] of a row
     if seg_rows:
         all_logits = policy.decode_masks(images, [image_index[row] for row in seg_rows], embeddings)
@@ -124,14 +117,11 @@ def row_masks_later(
             each[row] = seg_masks  # (m, H, W)
             masks[row] = seg_masks[0] if len(seg_masks) == 1 else seg_masks.any(0)
     highest = {row: reduce(torch.maximum, segs) for row, segs in enumerate(logits_of_row) if segs}
-    values = mask_confidence(torch.stack(list(highest.values()))) if highest else torch.empty(0)
-
-    def wait() -> RowMasks:
-        by_row = dict(zip(highest, values.tolist()))
-        confidence = [by_row.get(row, 0.0) for row in range(len(masks))]
-        return RowMasks(masks, confidence, each if one_by_one else None)
-
-    return wait
+    scores = torch.zeros(len(masks), device=policy.device)
+    if highest:
+        rows = to_device(torch.tensor(list(highest)), policy.device)
+        scores = scores.index_copy(0, rows, mask_confidence(torch.stack(list(highest.values()))))
+    return RowMasks(masks, scores, each if one_by_one else None)
 
 
 def upsampled_masks(
@@ -153,12 +143,11 @@ def upsampled_masks(
 
 def join(parts: list[RowMasks]) -> RowMasks:
     """Join the masks of consecutive rows."""
-    return RowMasks(
-        [mask for part in parts for mask in part.masks],
-        [value for part in parts for value in part.confidence],
-    )
+    masks = [mask for part in parts for mask in part.masks]
+    return RowMasks(masks, torch.cat([part.scores for part in parts]) if parts else torch.zeros(0))
 
 
+@torch.no_grad()
 def segment(
     policy: Sa2VAPolicy,
     images: ImageFeatures,
@@ -166,17 +155,6 @@ def segment(
     captions: list[str],
 ) -> RowMasks:
     """Return the masks of captions, by a forward of the forced "Sure, [SEG]"."""
-    return segment_later(policy, images, image_index, captions)()
-
-
-@torch.no_grad()
-def segment_later(
-    policy: Sa2VAPolicy,
-    images: ImageFeatures,
-    image_index: list[int],
-    captions: list[str],
-) -> Callable[[], RowMasks]:
-    """Return a function that waits for `segment`, which a GPU computes from now on."""
     parts = []
     for rows in chunks(range(len(captions))):
         chunk_images = [image_index[p] for p in rows]
@@ -186,8 +164,8 @@ def segment_later(
         hidden = policy.read(images, prompts.followed_by(forced))[:, 0]  # (p, C)
         with policy.autocast():
             embeddings = policy.model.text_hidden_fcs(hidden).float()  # (p, D)
-        parts.append(row_masks_later(policy, images, chunk_images, range(len(rows)), embeddings))
-    return lambda: join([wait() for wait in parts])
+        parts.append(row_masks(policy, images, chunk_images, range(len(rows)), embeddings))
+    return join(parts)
 
 
 def segment_generated(
@@ -225,40 +203,23 @@ def segment_model_captions(
 
     Args: forced: by the forced answer of `segment`, else by `segment_generated`.
     """
-    question = policy, images, image_index, captions, max_new_tokens
-    return segment_model_captions_later(*question, forced)()
-
-
-def segment_model_captions_later(
-    policy: Sa2VAPolicy,
-    images: ImageFeatures,
-    image_index: Sequence[int],
-    captions: list[str],
-    max_new_tokens: int,
-    forced: bool = False,
-) -> Callable[[], RowMasks]:
-    """Return a function that waits for `segment_model_captions`, by the weights in use now.
-
-    A GPU computes the masks from now on; only where the answers are sampled they are waited for.
-    """
     spoken = [p for p, text in enumerate(captions) if phrase(text)]
     index = [image_index[p] for p in spoken]
     texts = truncate_captions(policy, [captions[p] for p in spoken], max_new_tokens)
     if forced:
-        find_masks = segment_later(policy, images, index, texts)
+        segmented = segment(policy, images, index, texts)
     else:
         segmented = segment_generated(policy, images, index, texts, max_new_tokens)
-
-    def wait() -> RowMasks:
-        found = find_masks() if forced else segmented
-        sizes, device = [images.sizes[i] for i in image_index], policy.device
-        masks = [torch.zeros(size, dtype=torch.bool, device=device) for size in sizes]
-        confidence = [0.0] * len(captions)
-        for k, p in enumerate(spoken):
-            masks[p], confidence[p] = found.masks[k], found.confidence[k]
-        return RowMasks(masks, confidence)
-
-    return wait
+    masks = [
+        torch.zeros(images.sizes[i], dtype=torch.bool, device=policy.device) for i in image_index
+    ]
+    scores = torch.zeros(len(captions), device=policy.device)
+    if spoken:
+        rows = to_device(torch.tensor(spoken), policy.device)
+        scores = scores.index_copy(0, rows, segmented.scores)
+    for p, mask in zip(spoken, segmented.masks):
+        masks[p] = mask
+    return RowMasks(masks, scores)
 
 
 def region_grids(policy: Sa2VAPolicy, masks: list[torch.Tensor]) -> dict[int, torch.Tensor]:

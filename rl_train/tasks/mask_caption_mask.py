@@ -1,10 +1,11 @@
 """Loop 1, mask -> caption -> mask': the policy describes a region, the teacher finds it."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from rl_train.config.flags import WEIGHT, flag
-from rl_train.policies.sa2va_queries import RowMasks, segment_model_captions_later
+from rl_train.policies.sa2va_queries import RowMasks, segment_model_captions
 from rl_train.rewards import mask_iou
 from rl_train.rewards.captions import CAPTION_REWARDS, JUDGE_SHARES, caption_rewards
 from rl_train.rewards.iou import ON_TARGET
@@ -55,10 +56,9 @@ class MaskCaptionMask(Task):
         compare the sampled caption with the true one. A row that the judge gives NaN is not scored
         at all.
         """
-        find_masks = self.teacher_answers(rollout)
-        return self.compare(rollout, find_masks() if find_masks else None)
+        return self.compare(rollout, self.teacher_answers(rollout))
 
-    def ask_teacher(self, rollout: Rollout) -> Callable[[], RowMasks] | None:
+    def ask_teacher(self, rollout: Rollout) -> RowMasks | None:
         """Ask the teacher for a mask by each of N captions; None if no reward is measured by one.
 
         A caption without words has an empty mask and is not asked about; a reply without [SEG]
@@ -68,7 +68,7 @@ class MaskCaptionMask(Task):
         if not by_mask and not self.context.user_rewards:
             return None
         with self.context.roles.use("teacher"):
-            return segment_model_captions_later(
+            return segment_model_captions(
                 self.context.policy,
                 rollout.features,
                 rollout.prompts.image_index,
@@ -82,7 +82,7 @@ class MaskCaptionMask(Task):
         captions, targets = rollout.of_rows(rollout.batch.captions), self.true_masks(rollout)
         rewards = {}
         if teacher_masks is None:  # pictures have the regions
-            teacher_masks = RowMasks(targets, [0.0] * len(targets))
+            teacher_masks = RowMasks(targets, torch.zeros(len(targets)))
         else:
             rewards["iou"] = mask_iou(teacher_masks.masks, targets)
         rewards |= caption_rewards(self.components, captions, rollout.texts, self.context)

@@ -29,7 +29,7 @@ def finds(monkeypatch, masks: dict[str, torch.Tensor]):
     """Let a model find masks[text] by a caption that it wrote."""
 
     def segment(policy, images, image_index, captions, max_new_tokens):
-        return RowMasks([masks[text] for text in captions], [1.0] * len(captions))
+        return RowMasks([masks[text] for text in captions], torch.ones(len(captions)))
 
     monkeypatch.setattr(sa2va_queries, "segment_generated", segment)
     monkeypatch.setattr(sa2va_queries, "truncate_captions", lambda policy, texts, _: texts)
@@ -49,7 +49,7 @@ def measure_answers(monkeypatch):
     def measure(captions, cycle_masks, masks, seg_rows, replies, distractors=None):
         batch.distractors = distractors
         described = iter([captions, replies])
-        answer = RowMasks(masks, []), torch.tensor(seg_rows, dtype=torch.long), None
+        answer = RowMasks(masks, torch.zeros(0)), torch.tensor(seg_rows, dtype=torch.long), None
         monkeypatch.setattr(cycle_metrics, "describe", lambda *_: next(described))
         monkeypatch.setattr(cycle_metrics, "segment_by_own_answer", lambda *_: answer)
         finds(monkeypatch, dict(zip(captions, cycle_masks)))

@@ -48,7 +48,7 @@ SMALLER_BATCH = "lower --batch_size (and raise --gradient_accumulation_steps)"
         (InternVLModel, "vision_features", 2, "evaluation", SMALLER_BATCH),
         (InternVLModel, "vision_features", 3, "encode", SMALLER_BATCH),
         (Sa2VAPolicy, "complete", 6, "rollout", SMALLER_BATCH),
-        (mask_caption_mask, "segment_model_captions_later", 1, "teacher", SMALLER_BATCH),
+        (mask_caption_mask, "segment_model_captions", 1, "teacher", SMALLER_BATCH),
         (Sa2VAPolicy, "score", 1, "reference", "lower --micro_batch_size"),
         (MicroBatchLoss, "forward", 1, "update", "lower --micro_batch_size"),
         (train, "clip_gradients", 1, "update", "lower --micro_batch_size"),

@@ -87,10 +87,10 @@ def test_captioning_by_cider_and_the_judge(model, batch):
 
 def test_loop_1_by_weights(model, batch, monkeypatch):
     """Weight 0 asks neither judge nor teacher; --use_llm_judge alone gives the judge a share."""
-    find, asked = mask_caption_mask.segment_model_captions_later, []
+    find, asked = mask_caption_mask.segment_model_captions, []
     monkeypatch.setattr(
         mask_caption_mask,
-        "segment_model_captions_later",
+        "segment_model_captions",
         lambda *args, **kwargs: asked.append(1) or find(*args, **kwargs),
     )
     judge, name = Judge(), "mask_caption_mask"
