@@ -80,7 +80,8 @@ def train(run: Run, loader: DataLoader, end_step: StepCallback):
                     with roles.use("reference"):
                         reference = reference_scores(policy, task, rollout, optim.micro_batch_size)
                 asked_rollouts.append(step.ask(task, rollout, reference))  # asks the teacher
-            # Loop 2 comes first again: a GPU still computes the masks that loop 1 asked for.
+            # In the order asked: while the first task's captions are scored, a GPU still computes
+            # the masks that the last one asked for.
             outcomes = [asked.rewards() for asked in asked_rollouts]
             for asked, outcome in reversed([*zip(asked_rollouts, outcomes)]):
                 weights = asked.task.reward_weights

@@ -1,7 +1,9 @@
 """Attention of SAM2's image encoder without scores that nothing reads.
 
 transformers' forward first computes scores between the heads of each token and then drops them:
-an eighth of the encoder's time. Letters: B windows of H x W tokens, C width, D head size.
+an eighth of the encoder's time. This one always attends by scaled_dot_product_attention.
+
+Letters: B windows of H x W tokens, C width, D head size.
 """
 
 import torch
@@ -17,7 +19,7 @@ class MultiScaleAttention(Sam2MultiScaleAttention):
         """Return the layer's states (B, H', W', C), pooled where a stage begins.
 
         Args:
-            hidden_states: (B, H, W, C); others: of transformers, for other kinds of attention.
+            hidden_states: (B, H, W, C); others: arguments that transformers passes on, ignored.
         """
         height, width = hidden_states.shape[1:3]
         # (B, H * W, heads, D) each
@@ -29,8 +31,9 @@ class MultiScaleAttention(Sam2MultiScaleAttention):
         q, k, v = (
             x.unflatten(-1, (self.num_attention_heads, -1)).transpose(1, 2) for x in (q, k, v)
         )
-        mixed = F.scaled_dot_product_attention(q, k, v, scale=self.scale)  # (B, heads, H'*W', D)
-        return self.proj(mixed.transpose(1, 2).flatten(2).unflatten(1, (height, width)))
+        attn_output = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
+        # (B, heads, H'*W', D) -> (B, H', W', C)
+        return self.proj(attn_output.transpose(1, 2).flatten(2).unflatten(1, (height, width)))
 
 
 def leave_out_unread_scores(sam: nn.Module):

@@ -10,6 +10,7 @@ from rl_train import cli
 from rl_train.data.gar import GraspAnyRegionDataset
 from rl_train.evaluation.cycle_metrics import METRICS
 from rl_train.rewards import meteor
+from rl_train.tasks import CaptionMaskCaption, MaskCaptionMask
 from tests.runs import (
     ASKED,
     curve,
@@ -263,6 +264,23 @@ def test_evaluations_are_files_that_the_tool_compares_with(two_steps):
             )
         with pytest.raises(ValueError, match="holds 4 samples"):
             read_before(two_steps / "evaluation" / f"step_{step}.json", 5)
+
+
+def test_every_teacher_is_asked_before_any_reward(data, tmp_path, monkeypatch):
+    """Loop 2 comes first, as its captions are sampled with loop 1's. Loop 1 is learnt from first."""
+    calls = []
+    for task_class in (MaskCaptionMask, CaptionMaskCaption):
+        for method in ("ask_teacher", "own_rewards"):
+
+            def noted(task, rollout, method=method, real=getattr(task_class, method)):
+                calls.append((method, task.name))
+                return real(task, rollout)
+
+            monkeypatch.setattr(task_class, method, noted)
+    output = run(data, tmp_path, max_steps=1)
+    asks = [("ask_teacher", "loop2"), ("ask_teacher", "loop1")]
+    assert calls == [*asks, ("own_rewards", "loop2"), ("own_rewards", "loop1")]
+    assert list(dict.fromkeys(line["task"] for line in rollouts(output))) == ["loop1", "loop2"]
 
 
 def test_a_teacher_that_answers_for_itself(data, two_steps, tmp_path, monkeypatch):

@@ -107,7 +107,8 @@ class PolicyConfig:
     )
     gradient_checkpointing: bool = flag(
         True,
-        "recompute the LLM's layers in the backward pass, which takes less memory and more time",
+        "recompute the LLM's layers in the backward pass, which takes less memory and more time. A "
+        "GPU recomputes them for micro-batches of few tokens anyway, by CUDA graphs",
         free_on_resume=True,
     )
     lora_r: int = flag(

@@ -42,7 +42,7 @@ def caption_fault(text: str | float | bool | list | dict | None) -> str | None:
     return None if clean_caption(text) else BLANK
 
 
-@functools.lru_cache(maxsize=4096)  # of each caption it is asked several times
+@functools.lru_cache(maxsize=4096)  # called several times for each caption
 def phrase(caption: str) -> str:
     """Turn a caption into {x} of a segmentation prompt.
 

@@ -60,7 +60,8 @@ class Engine:
         language_model: has .model, .lm_head, .config and get_input_embeddings() as a causal LM of
             transformers, is frozen but for its LoRA, which is attached already.
         pad_id: token after the end of an answer.
-        gradient_checkpointing: recompute each layer in the backward of `score`.
+        gradient_checkpointing: recompute each layer in the backward of `score`. CUDA graphs of few
+            tokens and quantised layers do so whatever it says.
         head_norm: norm before lm_head, where the model returns its last states before the final
             norm; None: it returns them after it.
     """

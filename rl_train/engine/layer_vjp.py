@@ -33,8 +33,8 @@ def before_attention_vjp(
         return layers.before_attention(residual, replaced, rotation)
 
     # The residual also goes past attention: both derivatives are added.
-    d_by_heads, d_lora = torch.func.vjp(function, residual, lora)[1](d_heads)
-    return d_residual + d_by_heads, *_of_each(*d_lora)
+    d_by_attention, d_lora = torch.func.vjp(function, residual, lora)[1](d_heads)
+    return d_residual + d_by_attention, *_of_each(*d_lora)
 
 
 def after_attention_vjp(

@@ -41,6 +41,8 @@ def hidden_states(
     copies of the LoRA in the fused matrices are refreshed.
 
     Args:
+        gradient_checkpointing: recompute all layers in the backward; if False, those of quantised
+            layers and of few tokens.
         embeds: (P, S, C), or (P, S, (1 + n) * C): the n parts behind the first are added to the
             outputs of the first n layers (deepstack).
         cache: list that receives the keys and values of each layer, [(m, K, D), (m, K, D)], with
@@ -58,10 +60,11 @@ def hidden_states(
             if fused.graphs.fit(padded):
                 segments, graphs = padded, fused.graphs
         # Autograd can't keep a quantised layer's matrices, in whose place the next layer's are
-        # made. And graphs recompute a layer in less time than autograd's launches take.
+        # made. And of few tokens, graphs recompute a layer in less time than its launches by
+        # autograd take.
         recompute = gradient_checkpointing or fused.is_quantized or graphs is not None
         recompute = recompute and torch.is_grad_enabled()
-        autograd_in_layers = torch.is_grad_enabled() and not recompute  # autograd inside each layer
+        autograd_in_layers = torch.is_grad_enabled() and not recompute
         if not autograd_in_layers:
             fused.refresh()  # copies of the LoRA make fewer, larger products
         bias = None if by_flash else layout.bias(embeds.dtype, device)

@@ -461,8 +461,8 @@ def by_chunks(
 ) -> torch.Tensor:
     """Concatenate compute(slice) (m, ..) over chunks of masks: see `masks_at_once`.
 
-    The backward begins with the last chunk, and computes each one before it again, so that it holds
-    one at a time.
+    The last chunk's activations are kept, since the backward begins with it. It computes the others
+    again, one at a time.
     """
     at_once = masks_at_once(images)
     if num_masks <= at_once:

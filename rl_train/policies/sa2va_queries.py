@@ -41,7 +41,7 @@ class RowMasks:
 
     @property
     def confidence(self) -> list[float]:
-        """The scores as numbers, for which it waits."""
+        """The scores as floats; reading them waits for the GPU."""
         return self.scores.tolist()
 
 

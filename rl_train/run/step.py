@@ -34,8 +34,14 @@ class AskedRollout:
     task: Task
     rollout: Rollout
     reference: ReferenceScores | None
-    rewards: Callable[[], RewardOutput]  # waits for the teacher's answers
+    begun_rewards: Callable[[], RewardOutput]  # what `Task.begin_rewards` returned
     nan_watcher: NanWatcher  # of the model's outputs so far
+
+    def rewards(self) -> RewardOutput:
+        """Wait for the teacher's answers and return the rewards."""
+        outcome = self.begun_rewards()
+        self.nan_watcher.join(self.task.context.policy.nan_watcher.take())
+        return outcome
 
 
 class Step:
@@ -56,10 +62,9 @@ class Step:
 
     def ask(self, task: Task, rollout: Rollout, reference: ReferenceScores | None) -> AskedRollout:
         """Ask the teacher what the rewards of a rollout need."""
-        rewards = task.begin_rewards(rollout)
-        return AskedRollout(
-            task, rollout, reference, rewards, task.context.policy.nan_watcher.take()
-        )
+        begun_rewards = task.begin_rewards(rollout)
+        nan_watcher = task.context.policy.nan_watcher.take()
+        return AskedRollout(task, rollout, reference, begun_rewards, nan_watcher)
 
     def add(
         self,
@@ -74,7 +79,6 @@ class Step:
             training_reward: (N,) from which the advantages (N,) were computed.
         """
         task = asked.task
-        asked.nan_watcher.join(task.context.policy.nan_watcher.take())
         scored = ScoredRollout(
             task,
             asked.rollout,

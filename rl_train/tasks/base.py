@@ -6,7 +6,6 @@ pixels of a mask.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -104,7 +103,6 @@ class Task(Protocol):
     takes_boxes: bool = False  # whether samples may have boxes and points in place of a mask
     takes_no_target: bool = False  # whether captions of samples may name nothing in the image
     asks_teacher: bool = False  # whether it uses that role; else no teacher is kept
-    asked: tuple[Rollout, Any] | None = None  # rollout of `begin_rewards`, result of `ask_teacher`
     asks_reference: bool = False  # whether supervised training keeps the reference too
     turns: int = 1  # questions about an image in an example of supervised training, at most
     # (policy, batch, features, max_new_tokens) -> {column: B values} of the evaluation split;
@@ -144,18 +142,28 @@ class Task(Protocol):
         In between a GPU computes masks while the CPU scores another task's captions, and captions
         are sampled together with what another task samples.
         """
-        self.asked = rollout, self.ask_teacher(rollout)
-        return partial(self.rewards, rollout)
+        answers = self.ask_teacher(rollout)
+
+        def rewards() -> RewardOutput:
+            self._asked = rollout, answers
+            try:
+                return self.rewards(rollout)
+            finally:
+                self._asked = None
+
+        return rewards
 
     def ask_teacher(self, rollout: Rollout) -> Any:
-        """Ask the teacher what the rewards need, without waiting for a GPU, if that can be."""
+        """Ask the teacher what the rewards need, if possible without waiting for a GPU."""
+
+    # (rollout, result of `ask_teacher`) while the function that `begin_rewards` returned runs
+    _asked: tuple[Rollout, Any] | None = None
 
     def teacher_answers(self, rollout: Rollout) -> Any:
-        """Return what `ask_teacher` returned; ask now if `begin_rewards` did not ask about this."""
-        asked, self.asked = self.asked, None
-        if asked is None or asked[0] is not rollout:
+        """Return what `ask_teacher` returned for `begin_rewards`; ask now about another rollout."""
+        if self._asked is None or self._asked[0] is not rollout:
             return self.ask_teacher(rollout)
-        return asked[1]
+        return self._asked[1]
 
 
 def with_measurements(

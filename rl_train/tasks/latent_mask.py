@@ -163,7 +163,7 @@ class LatentMaskAction(LatentAction):
             image = [rollout.prompts.image_index[row] for row in seg_rows.tolist()]
             # The sampled point around the newest mean, so that the gradient reaches the mean.
             z = mean + latents.noise[selected]
-            # Copied to the GPU once, for all chunks and their recomputation.
+            # Copied to the GPU once: each chunk, computed again, would copy them again.
             regions = {i: to_device(rollout.batch.masks[i], mean.device) for i in set(image)}
             targets = [regions[i] for i in image]
             if latents.targets is not None:

@@ -186,8 +186,15 @@ def test_a_gradient_is_no_memory_of_a_graph(by_graphs):
 
 
 def test_prompts_of_the_sampler(by_graphs):
+    check_prompts_of_the_sampler(tiny_llm(), by_graphs)
+
+
+def test_prompts_of_the_sampler_by_quantised_layers(by_graphs, choice):
+    check_prompts_of_the_sampler(quantized_llm(choice), by_graphs)
+
+
+def check_prompts_of_the_sampler(llm, by_graphs):
     """Of two roles, which are sampled together; when matrices move, graphs are captured anew."""
-    llm = tiny_llm()
     engine, graphs = by_graphs(llm)
     roles, inputs = Roles(llm), prompts(llm)
     how = dict(num_generations=1, max_new_tokens=6, stop=None)
@@ -203,7 +210,7 @@ def test_prompts_of_the_sampler(by_graphs):
             assert bool(graphs.of_sizes) != first  # the matrices moved at the first one
             assert_same(engine.generate(*inputs, **how), expected)
             assert_same(delayed.read(), of_second)
-    assert captured(graphs) == [(2, 0)]
+    assert captured(graphs) == [(len(engine._fused.layers), 0)]
     engine.free_cache()
     assert not graphs.of_sizes and not graphs.buffers
 
@@ -286,7 +293,7 @@ def test_a_released_engine_frees_its_matrices(by_graphs):
 
 
 @pytest.mark.parametrize("num_slots", [3, 60, 127, 128, 400])
-def test_padding_is_segments_of_its_own(num_slots):
+def test_padding_has_segments_of_its_own(num_slots):
     """No token sees padding, padding sees padding only, and all sizes are of a few."""
     random = torch.Generator().manual_seed(num_slots)
     part = torch.randint(1, 4, (2, num_slots), generator=random).sort(1).values

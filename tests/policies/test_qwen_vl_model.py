@@ -12,12 +12,14 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLImageProcessorPil,
 )
+from transformers.models.sam2.modeling_sam2 import Sam2MultiScaleAttention
 
 from rl_train.config.grpo_config import PolicyConfig
 from rl_train.engine.fused_weights import unsupported
 from rl_train.policies import registry
 from rl_train.policies.qwen_vl import LINEARS
 from rl_train.policies.qwen_vl_model import TextModel, image_preprocessing, load_qwen, load_sam
+from sa2va_hf.sam2_attention import MultiScaleAttention
 from tests.policies.tiny_points import SAM_SIDE
 
 CPU = torch.device("cpu")
@@ -75,6 +77,8 @@ def test_loads_every_weight_or_says_which_not(qwen, tmp_path):
 def test_sam_is_that_of_the_published_folder(sam, tmp_path, caplog):
     """It is the model for videos, of whose file one of two copies of a matrix may be missing."""
     whole = load_sam(sam)
+    attentions = [m for m in whole.modules() if isinstance(m, Sam2MultiScaleAttention)]
+    assert attentions and {type(m) for m in attentions} == {MultiScaleAttention}
     assert "sam2_video" not in caplog.text  # transformers' warning of another type of model
     folder = copied(sam, tmp_path / "once")
     weights = load_file(folder / "model.safetensors")

@@ -1,9 +1,11 @@
 """Attention of SAM2's image encoder against transformers' own module."""
 
 import torch
-from transformers import Sam2HieraDetConfig, Sam2VisionConfig, Sam2VisionModel
+from transformers import Sam2HieraDetConfig, Sam2VideoConfig, Sam2VisionConfig, Sam2VisionModel
+from transformers.models.sam2.modeling_sam2 import Sam2MultiScaleAttention
 
 from sa2va_hf.sam2_attention import MultiScaleAttention, leave_out_unread_scores
+from sa2va_hf.sam3 import build_sam
 
 PIXELS = torch.randn(2, 3, 128, 128, generator=torch.Generator().manual_seed(1))
 
@@ -53,6 +55,13 @@ def test_features_and_gradients_are_those_of_transformers(monkeypatch):
     for own, value in zip(outcome(ours), expected, strict=True):
         assert torch.equal(own, value)
     assert len(calls) == 7
+
+
+def test_a_sa2va_has_it():
+    with torch.device("meta"):
+        sam = build_sam(Sam2VideoConfig())
+    attentions = [m for m in sam.modules() if isinstance(m, Sam2MultiScaleAttention)]
+    assert attentions and {type(m) for m in attentions} == {MultiScaleAttention}
 
 
 def test_other_modules_stay_as_they_are():

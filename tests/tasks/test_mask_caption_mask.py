@@ -1,5 +1,7 @@
 """Loop 1: whom it asks for a mask, what it rewards, and that judging changes nothing."""
 
+import gc
+import weakref
 from copy import deepcopy
 from dataclasses import replace
 
@@ -55,6 +57,26 @@ def test_it_asks_the_teacher_as_the_flag_says(policy, batch, how):
     assert rewards[3] == 0 and rewards.max() > 0 and outcome.replies == []
     rewards = judged_by(silenced(policy), 1)[2].rewards["iou"]
     assert (rewards.max() > 0) == (how == "forced")
+
+
+def test_it_asks_when_rewards_begin(policy, batch):
+    """By the teacher of then, about that rollout, which the task does not keep."""
+    model = policy()
+    roles = Roles(model.trainable)
+    task = task_of(model, 1, roles)
+    rollouts = [roll(model, task, batch) for _ in range(2)]
+    for rollout, texts in zip(rollouts, (batch.captions, batch.captions[::-1])):
+        rollout.texts[:] = rollout.of_rows(texts)
+    begun = [task.begin_rewards(rollout) for rollout in rollouts]
+    before = [task.rewards(rollout).masks for rollout in rollouts]
+    for tensor in roles.copies["teacher"].values():
+        tensor.mul_(1.2)
+    assert all(equal(rewards().masks, masks) for rewards, masks in zip(begun, before))
+    assert not equal(*before) and not equal(task.rewards(rollouts[0]).masks, before[0])
+    kept = weakref.ref(rollouts[0])
+    del begun, rollouts, rollout
+    gc.collect()
+    assert kept() is None
 
 
 def test_the_reward_is_the_iou_with_the_region_by_hand(model, batch):
