@@ -267,7 +267,7 @@ def test_evaluations_are_files_that_the_tool_compares_with(two_steps):
 
 
 def test_every_teacher_is_asked_before_any_reward(data, tmp_path, monkeypatch):
-    """Loop 2 comes first, as its captions are sampled with loop 1's. Loop 1 is learnt from first."""
+    """Loop 2 is first, as its captions are sampled with loop 1's; loop 1 is learnt from first."""
     calls = []
     for task_class in (MaskCaptionMask, CaptionMaskCaption):
         for method in ("ask_teacher", "own_rewards"):
