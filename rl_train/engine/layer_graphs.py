@@ -325,7 +325,7 @@ class SizedGraphs:
 
     @property
     def attended(self) -> list[torch.Tensor]:
-        """What `varlen_attention.attend` returns, in its order."""
+        """Results of `varlen_attention.attend`, in its order."""
         return [self.attn_output, self.logsumexp, *self.attn_state]
 
     def load(self, rotation: Rotation, segments: VarlenSegments):

@@ -60,8 +60,7 @@ def hidden_states(
             if fused.graphs.fit(padded):
                 segments, graphs = padded, fused.graphs
         # Autograd can't keep a quantised layer's matrices, in whose place the next layer's are
-        # made. And of few tokens, graphs recompute a layer in less time than its launches by
-        # autograd take.
+        # made. And for few tokens, graphs recompute a layer faster than autograd launches it.
         recompute = gradient_checkpointing or fused.is_quantized or graphs is not None
         recompute = recompute and torch.is_grad_enabled()
         autograd_in_layers = torch.is_grad_enabled() and not recompute

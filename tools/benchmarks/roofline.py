@@ -149,8 +149,8 @@ def step_floor(work: Work, matmul: float, bandwidth: float) -> dict[str, float]:
             new = drawn_regions(work, phase) - drawn
             seconds[phase] += least.compute(len(new) * drawing)
             drawn |= new
-        drawn_in = rollout if task.action else ask if task.asks_teacher else teacher
-        seconds[drawn_in] += least.compute(masks)
+        masks_phase = rollout if task.action else ask if task.asks_teacher else teacher
+        seconds[masks_phase] += least.compute(masks)
         sampled = call_of(work, work.requests[rollout][0])
         asks_reference = work.config.loss.kl_coef > 0
         seconds[f"reference{number}"] = least.scores(sampled) if asks_reference else 0.0
