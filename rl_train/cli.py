@@ -42,7 +42,8 @@ class EntryPoint:
     default_tasks: tuple[str, ...]  # the default of --tasks
     output: str = "--output_dir O"  # as its usage names it
     prefix: str = "rl_train"  # of its errors
-    leaves_out_training: bool = False  # --config of a run gives it the flags that it has
+    # Whether the program does not train: it ignores training flags in the file of --config
+    leaves_out_training: bool = False
 
 
 GRPO = EntryPoint(
@@ -100,7 +101,7 @@ def flags_elsewhere(tasks: dict[str, type], program: EntryPoint) -> dict[str, st
         for flag, names in owners.items()
         if flag not in known
     }
-    # Of these, supervised training had one alone.
+    # Supervised training never had the other removed flags.
     removed = REMOVED if "reward_weights" in known else {"seg_state": REMOVED["seg_state"]}
     for flag, (_, instead) in removed.items():
         elsewhere[f"--{flag}"] = f"no such flag, {instead}"

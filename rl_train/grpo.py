@@ -20,8 +20,9 @@ class LossType:
     """Definition of one loss type, a row of `LOSSES`.
 
     Attributes:
-        average: "rows" is the mean over rows of each row's mean over its tokens; "tokens" the sum
-            over the step's tokens; "length" the sum over N times the length limit of an answer.
+        average: "rows": mean over rows of each row's mean over its tokens; "tokens": sum over
+            tokens divided by the step's number of tokens; "length": sum over tokens divided by N
+            times the length limit of an answer.
         advantage_scale: default scale of the advantages.
         clip_range: default clip range of the ratio, below and above 1.
         ratio_per_row: one ratio per row, exp of its mean log-ratio, instead of one per token. It

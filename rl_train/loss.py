@@ -46,7 +46,8 @@ class ScoredRollout:
     advantages: torch.Tensor  # (N,) on the CPU
     reference: ReferenceScores | None  # None if --kl_coef is 0
     nan_watcher: NanWatcher = field(default_factory=NanWatcher)  # of the model's outputs
-    # (N,) the advantages are of it; None: of `reward`. They differ with --scale_components.
+    # (N,) reward from which the advantages were computed; None: `reward`. With --scale_components
+    # they differ.
     training_reward: torch.Tensor | None = None
     # Whether answers cut at the length limit leave the loss
     mask_truncated_completions: bool = False
@@ -101,7 +102,7 @@ class ScoredRollout:
         if reference:
             actions = reference.action_params
             if actions is not None:
-                actions = actions[rollout.latents.of_rows(rows)]
+                actions = actions[rollout.latents.is_of_rows(rows)]
             reference = ReferenceScores(reference.logp[rows], actions)
         return replace(
             self,
@@ -190,7 +191,7 @@ def select_for_update(
         elif groups:
             selected.append(scored.select(groups))
     if not selected:
-        # Of a batch all of whose groups are replaced, those in their place follow.
+        # A rollout whose groups are all replaced is skipped: its replacements follow in the list.
         scored = next(scored for scored in scored_rollouts if scored.kept.any())
         first_row = int(scored.kept.nonzero()[0])
         selected = [scored.select([first_row // scored.rollout.num_generations])]

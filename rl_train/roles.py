@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 import torch
 
 COPIES = ("teacher", "reference")
-# Tensors that the teacher's update and the distances take together: a few kernels for all of them,
-# and of an offloaded role only these on the GPU
+# Tensors in each torch._foreach call of `update_teacher` and `distance`: few kernels, and no more
+# tensors of an offloaded role are on the GPU at a time
 CHUNK_SIZE = 64
 # Fraction of a run's updates after which half of a change of the policy has reached the teacher
 TEACHER_HALF_LIFE = 0.1
@@ -79,8 +79,8 @@ class Roles:
         if name not in ("policy", *self.copies):
             known = ", ".join(("policy", *self.copies))
             raise ValueError(
-                f"role {name!r} is unknown; known: {known}. The tasks' classes determine which "
-                "copies are kept: asks_teacher, asks_reference"
+                f"role {name!r} is unknown; known: {known}. A teacher is kept if the class of a "
+                "task says asks_teacher"
             )
         assert self.active == "policy", f"roles.use({name!r}) inside roles.use({self.active!r})"
         if name == "policy":  # nothing to exchange, which takes a millisecond for 600 tensors

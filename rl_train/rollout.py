@@ -61,7 +61,9 @@ class Batch:
     @property
     def no_target(self) -> list[bool]:
         """True for each caption that names nothing in its image, whose true mask is empty."""
-        return [not len(masks) for masks in self.objects or ()] or [False] * len(self)
+        if self.objects is None:
+            return [False] * len(self)
+        return [len(masks) == 0 for masks in self.objects]
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
@@ -99,23 +101,27 @@ class SampledLatents:
     confidence: list[float] = field(default_factory=list)  # N, of the masks: `mask_confidence`
     # Where masks are matched one by one: N (m, H, W) bool, those of a row's latents, and the M
     # regions (H, W) that they are matched with, None of a surplus one
-    each: list[torch.Tensor] | None = None
+    seg_masks: list[torch.Tensor] | None = None
     targets: list[torch.Tensor | None] | None = None
 
-    def of_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return (M,) bool: the latents of `rows` (n,)."""
+    def is_of_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return (M,) bool: True for the latents of `rows` (n,)."""
         return torch.isin(self.rows, rows)
 
     def select(self, rows: torch.Tensor) -> "SampledLatents":
         """Return the latents of `rows` (n,), which ascend and are numbered anew."""
-        kept = self.of_rows(rows)
+        kept, targets = self.is_of_rows(rows), self.targets
+        if targets is not None:
+            targets = [target for target, is_kept in zip(targets, kept.tolist()) if is_kept]
         return SampledLatents(
-            torch.searchsorted(rows, self.rows[kept]),
-            [self.masks[row] for row in rows],
-            self.z[kept],
-            self.noise[kept],
-            None if self.logp is None else self.logp[kept],
-            [self.confidence[row] for row in rows] if self.confidence else [],
+            rows=torch.searchsorted(rows, self.rows[kept]),
+            masks=[self.masks[row] for row in rows],
+            z=self.z[kept],
+            noise=self.noise[kept],
+            logp=None if self.logp is None else self.logp[kept],
+            confidence=[self.confidence[row] for row in rows] if self.confidence else [],
+            seg_masks=None if self.seg_masks is None else [self.seg_masks[row] for row in rows],
+            targets=targets,
         )
 
 
@@ -142,7 +148,7 @@ class Rollout:
     def __len__(self):
         return len(self.texts)
 
-    def of_rows(self, values: list[T]) -> list[T]:
+    def repeat_for_rows(self, values: list[T]) -> list[T]:
         """Repeat B values, one a sample, for the N rows: entry i*G+j is values[i]."""
         return [values[row // self.num_generations] for row in range(len(self))]
 
@@ -152,7 +158,10 @@ class Rollout:
         return torch.tensor([group * G + j for group in sorted(groups) for j in range(G)])
 
     def select(self, groups: list[int]) -> "Rollout":
-        """Return the rows of some groups for an update. The batch stays whole, so not `of_rows`."""
+        """Return the rows of some groups for an update.
+
+        The batch stays whole, so `repeat_for_rows` does not apply to the result.
+        """
         rows = self.rows_of(groups)
         return replace(
             self,

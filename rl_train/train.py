@@ -41,7 +41,7 @@ from rl_train.loss import MicroBatchLoss, join_other_ranks, reference_scores
 from rl_train.rewards.combine import combine
 from rl_train.run.build import Run, roles_to_keep
 from rl_train.run.error_report import ErrorReporter
-from rl_train.run.messages import measured_weights, next_commands
+from rl_train.run.messages import measured_role, next_commands
 from rl_train.run.resample import Resampler
 from rl_train.run.signals import Interrupted, SignalHandler
 from rl_train.run.start import claim_output_dir, start_run
@@ -58,16 +58,17 @@ def train(run: Run, loader: DataLoader, end_step: StepCallback):
     ddp = distributed_data_parallel(MicroBatchLoss(policy, config.loss, T))
     step = Step(config.loss, num_ranks)
     resampler = Resampler(run.sampler, loader, state, config.rollout.resample_equal_groups)
-    for loaded in loader:  # B samples
+    for loader_batch in loader:  # B samples
         # They stand in for pixel_values: computed once per image, for all rows, tasks and roles.
-        features = policy.encode(loaded)
+        features = policy.encode(loader_batch)
         policy.unshard_base(vision=config.rollout.resample_equal_groups > 0)  # with --fsdp
-        # All tasks; again for samples in the place of those whose rewards are all equal.
-        for questions in resampler.rounds(step, loaded, features):
-            asked_rollouts = []
+        # All tasks. With --resample_equal_groups further rounds have samples in the place of those
+        # whose rewards are all equal.
+        for task_batches in resampler.rounds(step, loader_batch, features):
+            pending_rollouts = []
             # Loop 2 comes first: the captions that it asks of the teacher are then sampled together
             # with those of loop 1.
-            for task, batch, image_features in reversed(questions):
+            for task, batch, image_features in reversed(task_batches):
                 rng = run.rng(task, batch)  # from (seed, step, task, sample, generation) alone
                 prompts = task.prompts(batch, image_features)  # B
                 uniforms = rng.uniforms(T)
@@ -79,25 +80,26 @@ def train(run: Run, loader: DataLoader, end_step: StepCallback):
                 if config.loss.kl_coef:
                     with roles.use("reference"):
                         reference = reference_scores(policy, task, rollout, optim.micro_batch_size)
-                asked_rollouts.append(step.ask(task, rollout, reference))  # asks the teacher
+                pending_rollouts.append(step.ask(task, rollout, reference))  # asks the teacher
             # In the order asked: while the first task's captions are scored, a GPU still computes
             # the masks that the last one asked for.
-            outcomes = [asked.rewards() for asked in asked_rollouts]
-            for asked, outcome in reversed([*zip(asked_rollouts, outcomes)]):
-                weights = asked.task.reward_weights
+            outcomes = [pending.rewards() for pending in pending_rollouts]
+            with_outcomes = list(zip(pending_rollouts, outcomes))
+            for pending, outcome in reversed(with_outcomes):  # the first task first
+                weights = pending.task.reward_weights
                 training_reward = combine(outcome.rewards, weights, run.component_group_size)
                 advantages = group_advantages(training_reward, G, config.loss.group_scale)  # (N,)
-                step.add(asked, outcome, training_reward, advantages)
+                step.add(pending, outcome, training_reward, advantages)
         if step.num_batches < optim.gradient_accumulation_steps:
             continue
         if step.prepare_update():  # False if all rewards of each group are equal
             for iteration in range(optim.num_iterations):
                 num_micro_batches = step.count_micro_batches(optim.micro_batch_size)
                 join_other_ranks(ddp, policy, num_micro_batches)  # with --fsdp
-                for part in step.micro_batches(optim.micro_batch_size):
-                    with sync_gradients(ddp, part.is_last):  # else ddp.no_sync()
+                for micro_batch in step.micro_batches(optim.micro_batch_size):
+                    with sync_gradients(ddp, micro_batch.is_last):  # else ddp.no_sync()
                         # Log-probs with gradient, by a full forward: `Policy.score`.
-                        loss, part.statistics = ddp(part)
+                        loss, micro_batch.statistics = ddp(micro_batch)
                         loss.backward()
                 clip_gradients(state, step.metrics, optim.max_grad_norm)
                 state.optimizer.step()
@@ -136,11 +138,11 @@ def train_and_evaluate(run: Run, signals: SignalHandler, loop: Callable = train)
     config, state, data = run.config, run.state, run.config.data
     max_tokens = config.rollout.max_completion_length
     spec = EvalSpec(
-        run.data.eval_set,
-        TRAIN_BATCHES_PER_EVAL_BATCH * config.rollout.batch_size,
-        max_tokens,
-        data.num_workers,
-        data.max_prompt_length,
+        dataset=run.data.eval_set,
+        batch_size=TRAIN_BATCHES_PER_EVAL_BATCH * config.rollout.batch_size,
+        max_new_tokens=max_tokens,
+        num_workers=data.num_workers,
+        max_prompt_length=data.max_prompt_length,
         distractors=data.distractors,
         attribute_phrases=run.data.attribute_phrases,
         measure=state.tasks[0].measure,
@@ -184,9 +186,9 @@ def train_and_evaluate(run: Run, signals: SignalHandler, loop: Callable = train)
         role = export(last, final, config.run.merge_at_end)
         print0(f"final model: {final} (the {role} of {last.name}, merged into its base)")
     file = output_dir / "evaluation" / f"step_{run.max_steps}.json"
-    weights = measured_weights(state.roles.has_teacher, file)
+    measured = measured_role(state.roles.has_teacher, file)
     before, after = evaluator.values[0], evaluator.values[run.max_steps]
-    print0(before_after_table(before, after, weights=weights))
+    print0(before_after_table(before, after, role=measured))
     if sentence := end_step.summary():
         print0(sentence)
     print0(next_commands(config, last, role))

@@ -21,7 +21,7 @@ from .qwen_vl import (
 )
 
 MODEL_TYPE = "sa2va_chat"
-# Of a way to be asked about regions
+# Said of a region prompt that the model was not trained on
 UNTAUGHT = (
     "which no published model was trained on: before loop 1 teach it by supervised training, "
     "--tasks region_captions"

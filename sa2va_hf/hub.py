@@ -42,12 +42,12 @@ def refuse_run(flag: str, folder: Path):
         return
     newest = max(checkpoints, key=lambda path: path.stat().st_mtime, default=folder)
     checkpoint = folder if is_checkpoint else newest
-    kind = "a checkpoint of a run" if is_checkpoint else "the output folder of a run"
-    made = ""
+    what = "a checkpoint of a run" if is_checkpoint else "the output folder of a run"
+    merged_hint = ""
     if (final := run / FINAL_MODEL).is_dir():
-        made = f"give the model that the run merged at its end, {final}, or "
+        merged_hint = f"give the model that the run merged at its end, {final}, or "
     raise ValueError(
-        f"{flag} {folder} is {kind}, not a model: {made}make one: python -m tools.export "
+        f"{flag} {folder} is {what}, not a model: {merged_hint}make one: python -m tools.export "
         f"--checkpoint {checkpoint} --output {run / 'exported'}"
     )
 

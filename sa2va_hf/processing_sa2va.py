@@ -18,7 +18,7 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 MAX_PIXELS = 300_000_000
-GROWTHS_AT_ONCE = 16  # pixels that a piece grows by between two looks at whether it still grows
+GROWTHS_AT_ONCE = 16  # growth steps of one pixel between two checks whether the piece is complete
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

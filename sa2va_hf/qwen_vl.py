@@ -103,21 +103,23 @@ class QwenVLConfig(Sa2VAConfig):
         Raises:
             ValueError: the folder's processor is that of another model.
         """
-        vision, least, most = self.vlm.vision_config, *(limits or self.pixel_limits)
-        own = dict(patch_size=vision.patch_size, merge_size=vision.spatial_merge_size)
-        own |= dict(temporal_patch_size=vision.temporal_patch_size)
+        vision = self.vlm.vision_config
+        min_pixels, max_pixels = limits or self.pixel_limits
+        from_config = dict(patch_size=vision.patch_size, merge_size=vision.spatial_merge_size)
+        from_config |= dict(temporal_patch_size=vision.temporal_patch_size)
         stored, file = self._stored_preprocessor()
-        if wrong := [key for key, value in own.items() if stored.get(key, value) != value]:
+        if wrong := [key for key, value in from_config.items() if stored.get(key, value) != value]:
+            key = wrong[0]
             raise ValueError(
-                f"{file}: {wrong[0]} is {stored[wrong[0]]}, config.json says {own[wrong[0]]}: it "
-                "is the processor of another model"
+                f"{file}: {key} is {stored[key]}, config.json says {from_config[key]}: it is the "
+                "processor of another model"
             )
         colours = self.colours | {key: stored[key] for key in self.colours if key in stored}
         return ImagePreprocessing(
             patch=vision.patch_size,
             merge=vision.spatial_merge_size,
-            min_pixels=least,
-            max_pixels=most,
+            min_pixels=min_pixels,
+            max_pixels=max_pixels,
             side=0,
             mean=tuple(colours["image_mean"]),
             std=tuple(colours["image_std"]),

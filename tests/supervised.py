@@ -44,7 +44,5 @@ def losses(made, index, turns=1):
 class TakesNothing(ReferringSegmentation):
     """A task of a user, which reads what only the user's data say."""
 
-    asks_reference = True
-
     def examples(self, batch, features, rngs):
         raise ValueError(batch.image_ids[0])

@@ -17,6 +17,7 @@ from rl_train.loss import (
     loss_denominators,
     select_for_update,
 )
+from rl_train.rollout import SampledLatents
 from tests.updates import (
     POLICY_ALONE,
     backward,
@@ -92,6 +93,28 @@ def test_a_masked_row_counts_in_its_group_and_not_in_the_divisors():
     assert learnable and totals == {"loop1": LossDenominators(6, 9, 1)}
     all_cut = without_model([1.0, 0], [True, True])
     assert not loss_denominators([all_cut], 1)[1]  # nothing to learn: no step is taken
+
+
+def test_selected_latents_keep_their_own_masks_and_regions():
+    """Rows 0 and 1 of group 0 have two and no [SEG], rows 2 and 3 of group 1 one and two."""
+    masks, region = [torch.ones(n, 2, 2) > 0 for n in (2, 0, 1, 2)], torch.ones(2, 2) > 0
+    latents = SampledLatents(
+        rows=torch.tensor([0, 0, 2, 3, 3]),
+        masks=[torch.zeros(2, 2) > 0] * 4,
+        z=torch.arange(5.0)[:, None],
+        noise=torch.zeros(5, 1),
+        logp=torch.arange(5.0),
+        confidence=[0.1, 0.2, 0.3, 0.4],
+        seg_masks=masks,
+        targets=[region, None, None, region, None],
+    )
+    second = latents.select(torch.tensor([2, 3]))
+    assert second.rows.tolist() == [0, 1, 1] and second.z[:, 0].tolist() == [2, 3, 4]
+    assert second.logp.tolist() == [2, 3, 4] and second.confidence == [0.3, 0.4]
+    assert [len(of_row) for of_row in second.seg_masks] == [1, 2]
+    assert second.targets[0] is None and second.targets[1] is region and second.targets[2] is None
+    without = replace(latents, seg_masks=None, targets=None).select(torch.tensor([0, 1]))
+    assert without.seg_masks is None and without.targets is None
 
 
 # Groups without a signal

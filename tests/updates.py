@@ -42,7 +42,7 @@ def task_of(model, loop: int, roles: Roles | None = None, max_new_tokens=STEPS, 
         options = dict(latent_std=SIGMA, mask_loss_coef=0.0) | options
     task = kind(kind.Options(**options), TaskContext(model, roles, max_new_tokens))
     if loop == 2:  # METEOR and likelihood, so that both are computed
-        task.weigh({"meteor": 0.5, "likelihood": 0.5})
+        task.set_reward_weights({"meteor": 0.5, "likelihood": 0.5})
     return task
 
 

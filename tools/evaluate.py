@@ -1,7 +1,7 @@
 """Evaluation metrics of a model folder or of a run's checkpoint, with 95 % intervals.
 
-A base, or an exported folder; a checkpoint, compared with that; RefCOCO (D/refcocog/instances.json
-..); samples shared by 8 GPUs:
+Measure a base or an exported folder; compare a checkpoint with it; measure on RefCOCO
+(D/refcocog/instances.json ..); divide the samples among 8 GPUs:
 
     python -m tools.evaluate --model_path M --data_dir D --output before.json
     python -m tools.evaluate --model_path O/checkpoint_step_N --data_dir D --before before.json
@@ -270,7 +270,7 @@ def policy_of(args: Namespace, ranks: RankInfo) -> Policy:
     """Open the policy that the flags name. Raises ValueError that names the flag."""
     most_masks = PolicyConfig.max_masks_per_answer
     # Not given, it is that of a checkpoint's run, or the model's.
-    given = dict(region_prompt=args.region_prompt) if args.region_prompt else {}
+    overrides = dict(region_prompt=args.region_prompt) if args.region_prompt else {}
     return open_policy(
         args.model_path,
         args.checkpoint,
@@ -283,7 +283,7 @@ def policy_of(args: Namespace, ranks: RankInfo) -> Policy:
         sam_path=args.sam_path,
         image_size=args.image_size,
         max_image_tokens=args.max_image_tokens,
-        **given,
+        **overrides,
         # In the protocol all that an answer can hold.
         max_masks_per_answer=args.max_completion_length if args.protocol else most_masks,
     )

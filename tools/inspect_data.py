@@ -2,7 +2,7 @@
 
     python -m tools.inspect_data --data_dir D [--dataset NAME] [--output sheet.png]
 
-Decodes every sample. Exit status 1, with one sentence, if more than --max_bad_fraction of the
+Decodes every sample. Exit status 2, with one sentence, if more than --max_bad_fraction of the
 regions are skipped or damaged.
 """
 

@@ -62,17 +62,17 @@ class PictureModel:
         """Return the greedy caption of a region, the mask that it finds, and its IoU."""
         mask = torch.from_numpy(region).to(self.policy.device)
         (caption,) = describe(self.policy, self.features, [0], [mask], self.max_new_tokens)
-        ((found, iou),) = self.find([caption], mask)
-        return caption, found, iou
+        ((found_mask, iou),) = self.find([caption], mask)
+        return caption, found_mask, iou
 
     def find(self, captions: list[str], region: torch.Tensor) -> list[tuple[np.ndarray, float]]:
         """Return the mask of each caption with its IoU with the region: loop 1's reward."""
         rows, tokens = [0] * len(captions), self.max_new_tokens
-        found = segment_model_captions(
+        masks = segment_model_captions(
             self.policy, self.features, rows, captions, tokens, forced=True
         ).masks
-        ious = mask_iou(found, [region] * len(found)).tolist()
-        return [(mask.cpu().numpy(), iou) for mask, iou in zip(found, ious)]
+        ious = mask_iou(masks, [region] * len(masks)).tolist()
+        return [(mask.cpu().numpy(), iou) for mask, iou in zip(masks, ious)]
 
     @torch.no_grad()
     def rollouts(self, region: np.ndarray, seed: int) -> list[tuple[str, np.ndarray, float]]:
@@ -84,7 +84,7 @@ class PictureModel:
         texts = self.policy.complete(
             self.features, prompts, NUM_ROLLOUTS, self.max_new_tokens, uniforms
         )[1]
-        return [(text, *found) for text, found in zip(texts, self.find(texts, mask))]
+        return [(text, *mask_and_iou) for text, mask_and_iou in zip(texts, self.find(texts, mask))]
 
     @torch.no_grad()
     def segment(self, words: str) -> tuple[np.ndarray, float]:

@@ -227,8 +227,8 @@ def rank(run: Run, output: Path) -> list[Line]:
     # Each chunk has B samples for every rank; the last ranks of the last one may have none.
     size = B * ranks.world_size
     chunks = [missing[start : start + size] for start in range(0, len(missing), size)]
-    own = [chunk[ranks.rank * B : (ranks.rank + 1) * B] for chunk in chunks]
-    batches = lines_of_batches(run, [indices for indices in own if indices])
+    rank_chunks = [chunk[ranks.rank * B : (ranks.rank + 1) * B] for chunk in chunks]
+    batches = lines_of_batches(run, [indices for indices in rank_chunks if indices])
     G = run.config.rollout.num_generations
     print0(
         f"{len(missing):,d} of {len(ids):,d} samples to ask, {G} answers each for every task; if "
@@ -237,7 +237,7 @@ def rank(run: Run, output: Path) -> list[Line]:
     hidden = None if ranks.is_main else True  # None: no bar where there is no terminal
     began, num_asked = time.perf_counter(), 0
     with tqdm(total=len(ids), initial=len(ids) - len(missing), disable=hidden) as progress:
-        for chunk, indices in zip(chunks, own, strict=True):
+        for chunk, indices in zip(chunks, rank_chunks, strict=True):
             lines_of_ranks = gather_objects(next(batches) if indices else [])
             progress.update(len(chunk))
             num_asked += len(chunk)
@@ -277,10 +277,10 @@ def write_best(lines: list[Line], file: Path, fraction: float):
 
 def equal_groups(lines: list[Line], image_ids: list[str]) -> str:
     """Return how many of some samples have no variance in each task: "loop1 1 of 5, .."."""
-    numbers, listed = Counter(), set(image_ids)
+    num_equal, listed = Counter(), set(image_ids)
     for line in lines:
-        numbers[line["task"]] += line["image_id"] in listed and not line["variance"]
-    return ", ".join(f"{task} {number} of {len(image_ids)}" for task, number in numbers.items())
+        num_equal[line["task"]] += line["image_id"] in listed and not line["variance"]
+    return ", ".join(f"{task} {number} of {len(image_ids)}" for task, number in num_equal.items())
 
 
 def build_run(config: Config, ranks: RankInfo) -> Run:

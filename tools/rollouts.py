@@ -156,11 +156,11 @@ def read_evaluations(run: Path) -> dict[int, dict]:
     steps = [int(file.stem.removeprefix("step_")) for file in folder.glob("step_*.json")]
     shown = evenly_spaced(sorted(steps), MAX_EVALUATIONS)
     evaluations = {step: read_json(folder / f"step_{step}.json") for step in shown}
-    evaluations = {step: found for step, found in evaluations.items() if found.get("masks")}
-    return evaluations if 0 in evaluations else {}
+    with_masks = {step: values for step, values in evaluations.items() if values.get("masks")}
+    return with_masks if 0 in with_masks else {}
 
 
-def held_out_groups(evaluations: dict[int, dict]) -> list[dict]:
+def eval_groups(evaluations: dict[int, dict]) -> list[dict]:
     """Return a group of each held-out sample: the base's answer first, then those of later steps.
 
     A sample that could not be measured in any of the evaluations has no group.
@@ -170,15 +170,15 @@ def held_out_groups(evaluations: dict[int, dict]) -> list[dict]:
     base, groups = evaluations[0], []
     for k, image_id in enumerate(base["image_ids"][:MAX_HELD_OUT]):
         rows = []
-        for step, found in evaluations.items():
-            values = {name: found["values"].get(name) for name in MAIN_METRICS}
+        for step, evaluation in evaluations.items():
+            values = {name: evaluation["values"].get(name) for name in MAIN_METRICS}
             rows.append(
                 dict(
                     title=f"step {step}" if step else "base",
-                    completion=found["captions"][k],
-                    reward=rounded(found["values"]["seg_iou"][k]),
+                    completion=evaluation["captions"][k],
+                    reward=rounded(evaluation["values"]["seg_iou"][k]),
                     advantage=0.0,
-                    mask=found["masks"][k],
+                    mask=evaluation["masks"][k],
                     parts={n: rounded(column[k]) for n, column in values.items() if column},
                     texts={},
                 )
@@ -249,7 +249,7 @@ def data_config(flags: dict) -> DataConfig:
     return DataConfig(**{name: flags[name] for name in known})
 
 
-def open_held_out(flags: dict, data_dir: str | None, image_ids: list[str], side: int):
+def open_eval_samples(flags: dict, data_dir: str | None, image_ids: list[str], side: int):
     """Return `read_samples` of the evaluation split; without samples if it cannot be read.
 
     The page is of the rollouts, which need only the training data.
@@ -325,9 +325,9 @@ def page_data(
         )
         for group in groups
     ]
-    held_out = held_out_groups(read_evaluations(run))
+    held_out = eval_groups(read_evaluations(run))
     held_out_ids = [group.pop("image_id") for group in held_out]
-    held_out_images, held_out_samples = open_held_out(flags, data_dir, held_out_ids, side)
+    held_out_images, held_out_samples = open_eval_samples(flags, data_dir, held_out_ids, side)
     for k, (group, sample) in enumerate(zip(held_out, held_out_samples)):
         sample["image"] += len(images)
         shown_groups.append(group | dict(sample=len(ids) + k))

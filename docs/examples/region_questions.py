@@ -51,14 +51,14 @@ class RegionQuestions(Task):
         with context.roles.use("teacher"):
             prompts = self.prompts(batch, features)
             _, replies = context.policy.complete(features, prompts, 1, context.max_reply_tokens)
-        replies = rollout.of_rows(replies)
-        captions = rollout.of_rows(batch.captions)
+        replies = rollout.repeat_for_rows(replies)
+        captions = rollout.repeat_for_rows(batch.captions)
         rewards = {
             "agreement": meteor(replies, rollout.texts),
             "truth": torch.tensor(list(map(truth, captions, rollout.texts))),
         }
-        targets = rollout.of_rows(batch.masks)
-        questions = rollout.of_rows(self.questions(batch))
+        targets = rollout.repeat_for_rows(batch.masks)
+        questions = rollout.repeat_for_rows(self.questions(batch))
         return RewardOutput(rewards, targets, targets, questions, replies=replies)
 
 

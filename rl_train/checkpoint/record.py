@@ -54,7 +54,7 @@ def read_record(output_dir: Path) -> RunRecord | None:
 
 def adopt(output_dir: Path) -> RunRecord:
     """Return the record of a run that an earlier version, which kept none, began."""
-    is_ours = [
+    folders = [
         path.name
         for path in sorted(output_dir.iterdir())
         if (path / "config.json").is_file()
@@ -63,7 +63,7 @@ def adopt(output_dir: Path) -> RunRecord:
     num_ranks = 1
     while (output_dir / "rollouts" / f"rank{num_ranks}.jsonl").is_file():
         num_ranks += 1
-    return RunRecord(folders=is_ours, num_ranks=num_ranks)
+    return RunRecord(folders=folders, num_ranks=num_ranks)
 
 
 def find_in_the_way(output_dir: Path, with_checkpoints: bool) -> str | None:

@@ -21,7 +21,7 @@ row says otherwise.
 """
 
 
-def held_out(metrics: Mapping[str, str]) -> dict[str, str]:
+def eval_curves(metrics: Mapping[str, str]) -> dict[str, str]:
     """Return {curve: meaning} of the metrics that a run's evaluations measure."""
     return {
         f"eval/{name}": meaning
@@ -88,12 +88,12 @@ CURVES: dict[str, dict[str, str]] = {
         "TASK/latent_clip_frac": "fraction of sampled masks whose ratio is clipped",
         "TASK/mask_loss": "supervised BCE + Dice on the masks (`--mask_loss_coef`; SFT)",
     },
-    "Sa2VA": held_out({k: v for k, v in cycle_metrics.METRICS.items() if k not in ON_TARGET}),
+    "Sa2VA": eval_curves({k: v for k, v in cycle_metrics.METRICS.items() if k not in ON_TARGET}),
     "`--distractors`": {
         "TASK/on_target": "fraction of masks that lie on the region and on no other",
         "TASK/objects_frac": "fraction of groups whose masks lie on two objects or more",
     }
-    | held_out({name: cycle_metrics.METRICS[name] for name in sorted(ON_TARGET)}),
+    | eval_curves({name: cycle_metrics.METRICS[name] for name in sorted(ON_TARGET)}),
     "`--attributes`": {
         f"eval/ATTRIBUTE_{name}": text.format("value")
         for name, text in cycle_metrics.ATTRIBUTE_METRICS.items()
@@ -143,8 +143,8 @@ CURVES: dict[str, dict[str, str]] = {
         "TASK/bbox_l1": "published reward: sides of boxes within 10 pixels",
         "TASK/point_l1": "published reward: points near the true ones",
     }
-    | held_out(point_metrics.METRICS),
-    "grounded captions; phrases of several objects or none": held_out(
+    | eval_curves(point_metrics.METRICS),
+    "grounded captions; phrases of several objects or none": eval_curves(
         gcg_metrics.METRICS | mask_columns.METRICS
     ),
     "SFT": {

@@ -77,7 +77,7 @@ class PolicyConfig:
     )
     fsdp: bool = flag(
         False,
-        "share the layers of the frozen LLM and vision encoder out over the GPUs of each host "
+        "shard the layers of the frozen LLM and vision encoder over the GPUs of each host "
         "(FSDP2): an update gathers a layer while it computes with it, sampling the whole LLM",
         family="sa2va",
         free_on_resume=True,
@@ -300,7 +300,7 @@ class RewardConfig:
     )
     ablation_reward: str = flag(
         "none",
-        "for ablations, train on a cheap cause in the place of the tasks' own rewards, which are "
+        "for ablations, train on a cheap signal in the place of the tasks' own rewards, which are "
         f"still logged. {ABLATION_HELP}",
         choices=("none", *ABLATION_REWARDS),
         aliases=("control",),
@@ -321,7 +321,8 @@ class RewardConfig:
         "weights of components in the tasks' own rewards, such as loop2.meteor=0.5 "
         "loop2.likelihood=0.5 or, with the judge, loop2.meteor=0.25 loop2.judge=0.75 "
         "(docs/algorithm.md); others keep theirs, and one of weight 0 is not computed",
-        default_is="loop1.iou=1 loop2.meteor=1 referring.iou=1 captioning.meteor=1",
+        default_is="loop1.iou=1 loop2.meteor=1 referring.iou=1 captioning.meteor=1 gcg.matched=1 "
+        "gcg.meteor=1 points.iou=1 points.format=0.1",
         metavar="TASK.COMPONENT=WEIGHT",
         type=weight_text,
         action="extend",  # a second --reward_weights adds to the first
@@ -553,7 +554,7 @@ class RunConfig:
         [],
         "evaluation metrics whose mean chooses checkpoint_best and the role that is merged "
         "(docs/evaluation.md)",
-        default_is="those of seg_iou and caption_meteor that are measured",
+        default_is="those of seg_iou, caption_meteor and matched_box_iou that are measured",
         type=lambda name: name.removeprefix("eval/"),
         metavar="METRIC",
     )

@@ -51,4 +51,4 @@ SFT_CONFIG_CLASSES = dict(
     optim=UpdatesConfig,
     run=RunConfig,
 )
-ALL_PARTS = tuple(dict.fromkeys([*CONFIG_CLASSES.values(), *SFT_CONFIG_CLASSES.values()]))
+ALL_CONFIG_CLASSES = tuple(dict.fromkeys([*CONFIG_CLASSES.values(), *SFT_CONFIG_CLASSES.values()]))

@@ -165,10 +165,10 @@ class Reader:
         # All that a reader knows of the target counts as the mask, but not the sample's name.
         target = replace(sample, read=None, image_id="") if isinstance(sample, Region) else ""
         masks = f"{rle!r} {target!r}" + (f" {objects!r}" if objects else "")
-        asked = question
+        question_text = question
         if isinstance(sample, Region) and (sample.question or sample.answer or sample.columns):
-            asked = f"{sample.question!r} {sample.answer!r} {sample.columns!r}"
-        text = caption if asked is None else f"{caption!r} {asked!r}"
+            question_text = f"{sample.question!r} {sample.answer!r} {sample.columns!r}"
+        text = caption if question_text is None else f"{caption!r} {question_text!r}"
         self._keys.append((key, coco, content_key(text), content_key(masks)))
 
     def _add_region(self, region: Region):

@@ -146,7 +146,11 @@ def regions_of(value: Json) -> list[tuple[str, Json]]:
 
 
 def find_splits(root: Path, splits: list[str] | None) -> list[Path]:
-    """Return the split folders in natural order. Raises ValueError if one of `names` is missing."""
+    """Return the split folders in natural order.
+
+    Raises:
+        ValueError: one of `splits` is missing.
+    """
     if (root / "annotations.json").is_file():
         folders = [root.resolve()]
     else:

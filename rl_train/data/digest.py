@@ -56,12 +56,12 @@ def _images(dataset: RegionDataset, indices: np.ndarray) -> Iterator[bytes]:
 
 def changes(before: Facts, now: Facts) -> str:
     """Return what differs between the facts of two data sets in words; "" if nothing does."""
-    numbers = [
+    differences = [
         f"{name} {before.get(name)} -> {now[name]}"
         for name in ("rows", "images")
         if before.get(name) != now[name]
     ]
     others = [name for name in ("pictures", "captions", "masks") if before.get(name) != now[name]]
-    if not numbers and others:
-        numbers = [f"{now['rows']} rows as before, but other {' and '.join(others)}"]
-    return ", ".join(numbers)
+    if not differences and others:
+        differences = [f"{now['rows']} rows as before, but other {' and '.join(others)}"]
+    return ", ".join(differences)

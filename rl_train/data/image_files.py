@@ -69,8 +69,8 @@ class ImageFileReader(Reader):
             image_id: with the row's file and number: faults are named by it.
             size: (H, W) of the image in which polygons lie, if the row states it.
         """
-        _, (found, _) = self._check_image(image)
-        stored_size = (0, 0) if isinstance(found, str) else found[::-1]
+        _, (size_or_reason, _) = self._check_image(image)
+        stored_size = (0, 0) if isinstance(size_or_reason, str) else size_or_reason[::-1]
         rle = encoded_or_damaged(segmentation, size or stored_size)
         self._add_mask(image, rle, caption, image_id, category)
 

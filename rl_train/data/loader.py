@@ -28,7 +28,8 @@ class Batches(Dataset):
 
     Args:
         distractors: fill `Batch.distractors`.
-        turns: questions about an image; if there are several, fill `Batch.companions`.
+        turns: questions about an image; if there are several, fill `Batch.companion_captions` and
+            `Batch.companion_masks`.
 
     Raises:
         BadData: on access, MAX_ATTEMPTS replacements in a row were damaged too.
@@ -71,9 +72,9 @@ class Batches(Dataset):
             distractors = [self.others(i, sample["mask"]) for i, sample in zip(index, samples)]
             batch.distractors = pack([torch.from_numpy(masks) for masks in distractors])
         if self.companions:
-            found = [self.companions(i, sample) for i, sample in zip(index, samples)]
-            batch.companion_captions = [companions.captions for companions in found]
-            batch.companion_masks = pack([torch.from_numpy(c.masks) for c in found])
+            companions = [self.companions(i, sample) for i, sample in zip(index, samples)]
+            batch.companion_captions = [regions.captions for regions in companions]
+            batch.companion_masks = pack([torch.from_numpy(r.masks) for r in companions])
         return to_shared_memory(batch) if get_worker_info() else batch
 
     def _undamaged(self, i: int) -> tuple[int, dict, list[str]]:

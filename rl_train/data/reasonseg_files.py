@@ -42,8 +42,12 @@ class ReasonSegFilesDataset(ImageFileReader):
             raise ValueError(f"--data_dir {data_dir} has no split {split!r}; it has {splits}")
         for path in files:
             content, name = read_shapes(path), f"{path.stem}.jpg"
-            _, (found, _) = self._check_image(name)
-            rle = None if isinstance(found, str) else draw(content.get("shapes"), found[::-1])
+            _, (size_or_reason, _) = self._check_image(name)
+            rle = (
+                None
+                if isinstance(size_or_reason, str)
+                else draw(content.get("shapes"), size_or_reason[::-1])
+            )
             texts = content.get("text")
             for k, text in enumerate(texts if isinstance(texts, list) and texts else [texts]):
                 self._add_mask(name, rle, text, f"{split}/{path.stem}/{k}")

@@ -124,20 +124,20 @@ def named_regions(ref: dict, annotations: dict) -> tuple[int, list[Segmentation 
 
     They are [] if the phrases name none. A region of another image has None.
     """
-    numbers = list_of(ref["ann_id"])
-    if ref.get("no_target") or numbers == NO_TARGET:
-        numbers = []
-    regions = [annotations.get(number, NO_ANNOTATION) for number in numbers]
+    annotation_ids = as_list(ref["ann_id"])
+    if ref.get("no_target") or annotation_ids == NO_TARGET:
+        annotation_ids = []
+    regions = [annotations.get(number, NO_ANNOTATION) for number in annotation_ids]
     regions = [region for region in regions if not region.is_crowd]
     segmentations = [r.segmentation if r.image == ref["image_id"] else None for r in regions]
-    if numbers and not regions:  # crowds alone
+    if annotation_ids and not regions:  # crowds alone
         segmentations = [None]
     names = dict.fromkeys(region.category for region in regions if region.category)
     return ref["image_id"], segmentations, ", ".join(names)
 
 
-def list_of(numbers: int | list[int]) -> list[int]:
-    return numbers if isinstance(numbers, list) else [numbers]
+def as_list(annotation_ids: int | list[int]) -> list[int]:
+    return annotation_ids if isinstance(annotation_ids, list) else [annotation_ids]
 
 
 def read_refs(path: Path) -> list[dict]:
@@ -149,7 +149,7 @@ def read_refs(path: Path) -> list[dict]:
     with reading(path, "list of refs" if is_json else "pickle of refs"):
         if is_json:
             refs = json.loads(path.read_bytes())
-            _ = [hash((ref["image_id"], *list_of(ref["ann_id"]))) for ref in refs]
+            _ = [hash((ref["image_id"], *as_list(ref["ann_id"]))) for ref in refs]
         else:
             with path.open("rb") as file:
                 refs = PlainUnpickler(file, encoding="utf-8", errors="replace").load()

@@ -46,13 +46,13 @@ def listed_samples(samples: RegionDataset | Subset, file: str | Path) -> Subset:
 
     Raises ValueError, with the first row that names none of the samples.
     """
-    row_of, indices, found = read_sample_list(file), [], set()
+    row_of, indices, listed_ids = read_sample_list(file), [], set()
     dataset, index = unwrap_subset(samples)
     for position, i in enumerate(index.tolist()):
         if (name := dataset.image_id(i)) in row_of:
             indices.append(position)
-            found.add(name)
-    if missing := row_of.keys() - found:
+            listed_ids.add(name)
+    if missing := row_of.keys() - listed_ids:
         name = min(missing, key=row_of.get)
         raise ValueError(
             f"--sample_list {file}, row {row_of[name]}: no training sample has the image_id {name} "

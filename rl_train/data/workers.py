@@ -47,7 +47,10 @@ class _Sharer(pickle.Pickler):
 
     def persistent_id(self, value: object) -> int | None:
         """Move a tensor, and return an id so that the pickler does not descend into it."""
-        return 0 if isinstance(value, torch.Tensor) and value.share_memory_() is not None else None
+        if not isinstance(value, torch.Tensor):
+            return None
+        value.share_memory_()
+        return 0  # any id will do
 
 
 def to_shared_memory(batch: Batch) -> Batch:

@@ -60,12 +60,12 @@ class PrefilledPrompts:
 
 
 class Decoder:
-    """Sampler of a `fused_weights.FusedModel`: holds a cache, and a `Graph` for each size."""
+    """Sampler of a `fused_weights.FusedModel`: holds a cache, and a `DecodeGraph` for each size."""
 
-    def __init__(self, fused: "FusedModel", make_graph: "Callable[..., Graph] | None" = None):
-        self.fused, self.make_graph = fused, make_graph or Graph
+    def __init__(self, fused: "FusedModel", make_graph: "Callable[..., DecodeGraph] | None" = None):
+        self.fused, self.make_graph = fused, make_graph or DecodeGraph
         self.slot_size = len(fused.layers) * 2 * fused.num_kv * fused.head_size  # numbers a token
-        self.graphs: dict[tuple, "Graph"] = {}
+        self.graphs: dict[tuple, "DecodeGraph"] = {}
         self._make_cache(0)
 
     def _make_cache(self, slots: int):
@@ -114,8 +114,10 @@ class Decoder:
             num_loras=len(role_prompts),
             num_prefixes=prefixes * len(role_prompts),
             rows_per_prefix=group,
-            prefix_slots=_round_up(max(one.prefixes.shape[1] for one in layouts), PROMPT_SLOTS),
-            rest_slots=_round_up(max(one.rests.shape[1] for one in layouts), PROMPT_SLOTS),
+            prefix_slots=_round_up(
+                max(layout.prefixes.shape[1] for layout in layouts), PROMPT_SLOTS
+            ),
+            rest_slots=_round_up(max(layout.rests.shape[1] for layout in layouts), PROMPT_SLOTS),
             num_tokens=_round_up(params.max_new_tokens, NEW_SLOTS),
             greedy=all(prompts.params.uniforms is None for prompts in role_prompts),
         )
@@ -127,7 +129,7 @@ class Decoder:
         of_a_prefix = sizes["prefix_slots"] + sizes["rows_per_prefix"] * own_slots
         return sizes["num_prefixes"] * of_a_prefix
 
-    def graph(self, role_prompts: Sequence[PrefilledPrompts]) -> "Graph":
+    def graph(self, role_prompts: Sequence[PrefilledPrompts]) -> "DecodeGraph":
         """Return the graph for one or two roles' prompts, captured at first use."""
         sizes, params = self._sizes(role_prompts), role_prompts[0].params
         # Everything that a capture fixes. The stop text counts by identity, as its table does.
@@ -184,7 +186,7 @@ class Decoder:
         return [graph.completions(rows) for rows in graph.rows]
 
 
-class Graph:
+class DecodeGraph:
     """Buffers of one size, for N rows of P prefixes, some of which may be empty.
 
     On CUDA also the graph that decodes one token of all rows in them.
@@ -192,9 +194,9 @@ class Graph:
     Args:
         fused: `fused_weights.FusedModel`; cache: numbers that hold at least all keys and values.
         pool: CUDA graphs' memory pool, None on the CPU.
-        num_loras: 2: the second half of the rows has the LoRA that is held.
+        num_loras: 1, or 2: the second half of the rows then uses the LoRA that is held.
         num_prefixes, rows_per_prefix, prefix_slots, rest_slots, num_tokens: P, G, L, R, T.
-        greedy: whether all rows are.
+        greedy: whether all rows are decoded greedily.
         params: its stop, pad_id and temperature are read.
 
     Attributes:
@@ -275,11 +277,11 @@ class Graph:
         """Copy a role's keys and values, its prefixes from `first` on; return its rows."""
         layout, slots, rest_slots = prompts.layout, self.prefix.shape[4], self.rest_slots
         device, (num_prefixes, length) = self.pad.device, layout.prefixes.shape
-        own = slice(first, first + num_prefixes)
+        prefix_slice = slice(first, first + num_prefixes)
         rest_length = layout.rests.shape[1]
         prefixes, rests = to_device(layout.prefixes, device), to_device(layout.rests, device)
         rows = to_device(layout.rows + first * self.rows_per_prefix, device)
-        self.pad[own].copy_(slots - layout.prefix_lengths, non_blocking=True)
+        self.pad[prefix_slice].copy_(slots - layout.prefix_lengths, non_blocking=True)
         # Of each prompt's rows.
         num_generations = len(rows) // len(prompts.next_position)
         position = prompts.next_position.repeat_interleave(num_generations)
@@ -290,7 +292,7 @@ class Graph:
         for prefix, suffix, layer in zip(self.prefix, self.suffix, prompts.cache):
             for shared, of_rows, source in zip(prefix, suffix, layer):
                 # (m, K, D) -> (prefixes, K, length, D)
-                shared[own, :, slots - length :] = source[prefixes].transpose(1, 2)
+                shared[prefix_slice, :, slots - length :] = source[prefixes].transpose(1, 2)
                 if rest_length:  # then each prompt has one row
                     rest = source[rests].transpose(1, 2)
                     of_rows[rows, :, rest_slots - rest_length : rest_slots] = rest
@@ -376,9 +378,9 @@ class Graph:
             cache = TokenCache(
                 *prefix, *suffix, pad=self.pad, own_pad=self.own_pad, done=self.done, slot=self.slot
             )
-            attention, parts = partial(ops.attend, cache), ops.parts(cache)
+            attention, layer_ops = partial(ops.attend, cache), ops.layer_ops(cache)
             with fused.gathered(number, number + 1, self.num_loras, self.reads_int8) as weights:
-                x = decoder_layer(x, weights, rotation, attention, parts)
+                x = decoder_layer(x, weights, rotation, attention, layer_ops)
         residual, normed = ops.final(x, fused.final_norm)
         return residual if fused.before_norm else normed, normed
 

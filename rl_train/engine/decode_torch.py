@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 
 from rl_train.engine import layers
-from rl_train.engine.layers import Layer, Linears, Norm, Parts, Rotation
+from rl_train.engine.layers import Layer, LayerOps, Linears, Norm, Rotation
 from rl_train.engine.sampling import sample_token
 
 if TYPE_CHECKING:
-    from rl_train.engine.decode import Graph
+    from rl_train.engine.decode import DecodeGraph
 
 
 class TokenCache(NamedTuple):
@@ -49,9 +49,9 @@ def rotation(cos: torch.Tensor, sin: torch.Tensor, position: torch.Tensor) -> Ro
     return Rotation(cos[position, None], sin[position, None])
 
 
-def parts(cache: TokenCache) -> Parts:
+def layer_ops(cache: TokenCache) -> LayerOps:
     """Return what computes a layer whose newest keys and values go to `cache`."""
-    return layers.PLAIN._replace(linear=linear)
+    return layers.TORCH_OPS._replace(linear=linear)
 
 
 def linear(x: torch.Tensor, linears: Linears) -> Sequence[torch.Tensor]:
@@ -73,7 +73,7 @@ def attend(
     """Return attention (N, H*D) of q (N, H, D) over its prefix and its row's slots up to `slot`.
 
     Args:
-        k, v: (N, K, D), which are stored at `slot`; None: `parts` stored them.
+        k, v: (N, K, D), which are stored at `slot`; None: `LayerOps.heads` stored them.
     """
     prefix_keys, prefix_values, keys, values, pad, own_pad, _, slot = cache
     if k is not None:
@@ -105,14 +105,14 @@ def final(residual: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tenso
     return residual, layers.norm(residual, norm)
 
 
-def choose(rows: "Graph", logits: torch.Tensor):
+def choose(rows: "DecodeGraph", logits: torch.Tensor):
     """Sample a token of each row by `sampling.sample_token` and store it at column `step`.
 
     Rows that are done get the pad.
 
     Args:
-        rows: `decode.Graph`, of which it reads uniforms (N, T), step and how to sample; and writes
-            token, ids, logp, valid, the stop text's state, done.
+        rows: `decode.DecodeGraph`, of which it reads uniforms (N, T), step and how to sample, and
+            writes token, ids, logp, valid, the stop text's state, done.
         logits: (N, at least V) float32; the first vocab of each row are tokens'.
     """
     # Buffers are written in place at fixed addresses, so that a graph can replay this.

@@ -21,7 +21,7 @@ import triton.language as tl
 from rl_train.engine import decode_torch, int8_triton
 from rl_train.engine.attention_triton import Rotation as rotation  # noqa: F401
 from rl_train.engine.attention_triton import attend, heads  # noqa: F401
-from rl_train.engine.layers import Layer, Linears, Norm, Parts
+from rl_train.engine.layers import Layer, LayerOps, Linears, Norm
 from rl_train.engine.linear_triton import (
     COLUMNS,
     Normed,
@@ -62,9 +62,9 @@ class Residual:
         self.value, self.pending = value, pending
 
 
-def parts(cache: decode_torch.TokenCache) -> Parts:
+def layer_ops(cache: decode_torch.TokenCache) -> LayerOps:
     """Return what computes a layer whose newest keys and values go to `cache`."""
-    return Parts(norm, linear, partial(heads, cache), add, gate)
+    return LayerOps(norm, linear, partial(heads, cache), add, gate)
 
 
 def embed(token: torch.Tensor, table: torch.Tensor) -> Residual:
@@ -116,7 +116,7 @@ def _add_norm(
 ):
     rows = (tl.program_id(1) * S.ROWS + tl.arange(0, S.ROWS)).to(tl.int64)
     block = tl.program_id(0)
-    columns, width = block * C + tl.arange(0, C), S.PARTS * C
+    columns, width = block * C + tl.arange(0, C), S.NORM_SUMMANDS * C
     dtype = residual.dtype.element_ty
     valid = rows < product.num_rows
     at = rows[:, None] * width + columns[None, :]
@@ -137,7 +137,9 @@ def _add_norm(
     total = total.to(tl.float32)
     tl.store(x + at, (total * scale[None, :]).to(dtype), mask=valid[:, None])
     # Each block of columns leaves its part of the mean square; the reader adds them.
-    tl.store(power + rows * S.PARTS + block, tl.sum(total * total, axis=1) / width, mask=valid)
+    tl.store(
+        power + rows * S.NORM_SUMMANDS + block, tl.sum(total * total, axis=1) / width, mask=valid
+    )
 
 
 def norm(residual: Residual, weights: Norm) -> Normed:

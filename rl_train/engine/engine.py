@@ -251,7 +251,7 @@ class Engine:
         self,
         embeds: torch.Tensor,
         attention_mask: torch.Tensor,
-        prompt: torch.Tensor,
+        prompt_index: torch.Tensor,
         ids: torch.Tensor,
         valid: torch.Tensor,
         position_ids: torch.Tensor | None = None,
@@ -260,17 +260,20 @@ class Engine:
 
         Args:
             embeds, attention_mask: (P, L, C), (P, L) of the prompts, padded on the left.
-            prompt: (n,) prompt of each row, not decreasing.
+            prompt_index: (n,) prompt of each row, not decreasing.
             ids, valid: (n, T) tokens and which of them are the answer; those of a row come first.
             position_ids: (A, P, L) of the prompts; default counts the attended tokens.
         """
         model, device = self.language_model, embeds.device
-        prompt, ids, valid = (t.cpu() for t in (prompt, ids, valid))
+        prompt_index, ids, valid = (t.cpu() for t in (prompt_index, ids, valid))
         mask, position_ids_cpu = _to_cpu(attention_mask, position_ids)
         # One sequence for each prompt and its rows: embeds (P, L, C) -> (P, S, C).
-        packed = pack(mask, position_ids_cpu, prompt, ids, valid, self.pad_id)
+        packed = pack(mask, position_ids_cpu, prompt_index, ids, valid, self.pad_id)
         self._check_positions(packed.position_ids)
-        embeds, fused = hf_backend.follow(model, embeds, packed.ids), self.fused(embeds)
+        embeds, fused = (
+            hf_backend.append_token_embeds(model, embeds, packed.ids),
+            self.fused(embeds),
+        )
         self._check_sharded(fused)
         if fused is None:
             bias, position_ids_cpu = packed.bias(embeds.dtype, device), packed.position_ids
@@ -292,7 +295,7 @@ class Engine:
         return ScoreOutput(logp, entropy, hidden, packed)
 
     @torch.no_grad()
-    def read(
+    def last_hidden_states(
         self,
         embeds: torch.Tensor,
         attention_mask: torch.Tensor,

@@ -485,7 +485,7 @@ class FusedModel:
             _copy(self.targets, self.sources)
         self.copied_from = address(self.sources)
 
-    def follow(self):
+    def refresh_if_changed(self):
         """Call `refresh` if the copies are of another LoRA than the active one."""
         if self.copied_from != address(self.sources):
             self.refresh()

@@ -16,7 +16,9 @@ from rl_train.engine.sampling import Completions, SamplingParams, sample_token
 from sa2va_hf.to_device import to_device
 
 
-def follow(language_model: nn.Module, embeds: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def append_token_embeds(
+    language_model: nn.Module, embeds: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
     """Return embeddings (P, L+M, C): embeds (P, L, C) followed by those of ids (P, M).
 
     An image placeholder among the ids is embedded like any other token.

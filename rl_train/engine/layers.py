@@ -5,8 +5,8 @@
     x = x + linear(gate(linear(norm(x), gate_up)), down)
 
 Tokens are packed, without padding. A linear is y = x W^T + b + s (x A^T) B^T, of which W and b are
-frozen, A and B are not. The caller of a layer chooses its attention, and the `Parts` that compute
-the rest: PLAIN, which torch.compile fuses into few kernels, or the sampler's kernels.
+frozen, A and B are not. The caller of a layer chooses its attention, and the `LayerOps` that
+compute the rest: TORCH_OPS, which torch.compile fuses into few kernels, or the sampler's kernels.
 
 Letters: m tokens, C width, H query heads, K key-value heads, D head size, F MLP width, r LoRA rank,
 k linears of one input.
@@ -48,7 +48,8 @@ class Linears(NamedTuple):
         b: LoRA's B (outputs of its own, r) of each; none: no LoRA.
         joined_b: `b` as one tensor (outputs, r), which kernels read, or None.
         second_b: B of a second LoRA, which the second half of the rows has: only the sampler's
-            parts take it. Its A are the last rows of weight, and `joined_b` is (2, outputs, r).
+            operations take it. Its A are the last rows of weight, and `joined_b` is (2, outputs,
+            r).
         int8: the rows of weight in int8, which the sampler's kernels then read in its place.
     """
 
@@ -82,8 +83,8 @@ class Rotation(NamedTuple):
     sin: torch.Tensor
 
 
-class Parts(NamedTuple):
-    """Functions that compute the parts of a layer, as the ones below of the same names."""
+class LayerOps(NamedTuple):
+    """Functions that compute a layer, as the ones below of the same names do."""
 
     norm: Callable
     linear: Callable
@@ -154,7 +155,7 @@ def gate(projected: Sequence[torch.Tensor]) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-PLAIN = Parts(norm, linear, heads, add, gate)
+TORCH_OPS = LayerOps(norm, linear, heads, add, gate)
 
 
 def decoder_layer(
@@ -162,34 +163,34 @@ def decoder_layer(
     layer: Layer,
     rotation: Rotation,
     attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
-    parts: Parts = PLAIN,
+    ops: LayerOps = TORCH_OPS,
 ) -> torch.Tensor:
     """Return the residual (m, C) after a layer.
 
     Args:
-        x: residual (m, C) before it, in the form that `parts` take.
+        x: residual (m, C) before it, in the form that `ops` take.
         rotation: of the tokens, likewise.
         attention: returns (m, H*D) from q (m, H, D), k and v (m, K, D).
     """
-    attn_output = attention(*before_attention(x, layer, rotation, parts))
-    return after_attention(x, attn_output, layer, parts)
+    attn_output = attention(*before_attention(x, layer, rotation, ops))
+    return after_attention(x, attn_output, layer, ops)
 
 
 def before_attention(
-    x: torch.Tensor, layer: Layer, rotation: Rotation, parts: Parts = PLAIN
+    x: torch.Tensor, layer: Layer, rotation: Rotation, ops: LayerOps = TORCH_OPS
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return q (m, H, D), k and v (m, K, D) of a layer."""
-    projected = parts.linear(parts.norm(x, layer.norm), layer.qkv)
-    return parts.heads(projected, layer.head_norms, rotation)
+    projected = ops.linear(ops.norm(x, layer.norm), layer.qkv)
+    return ops.heads(projected, layer.head_norms, rotation)
 
 
 def after_attention(
-    x: torch.Tensor, attn_output: torch.Tensor, layer: Layer, parts: Parts = PLAIN
+    x: torch.Tensor, attn_output: torch.Tensor, layer: Layer, ops: LayerOps = TORCH_OPS
 ) -> torch.Tensor:
     """Return the residual (m, C) after a layer, given its attention `attn_output` (m, H*D)."""
-    x = parts.add(x, parts.linear(attn_output, layer.out))
-    inner = parts.gate(parts.linear(parts.norm(x, layer.mlp_norm), layer.gate_up))
-    return parts.add(x, parts.linear(inner, layer.down))
+    x = ops.add(x, ops.linear(attn_output, layer.out))
+    inner = ops.gate(ops.linear(ops.norm(x, layer.mlp_norm), layer.gate_up))
+    return ops.add(x, ops.linear(inner, layer.down))
 
 
 def mark_rows_dynamic(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -90,8 +90,8 @@ class Sizes(NamedTuple):
     RANK: int  # 0 without LoRA
     RANK_BLOCK: int
     RANK_STEP: int  # LoRA A's outputs that `lora_product` reads at a time
-    PARTS: int  # summands of a row's power
-    PARTS_BLOCK: int
+    NORM_SUMMANDS: int  # summands of a row's power
+    NORM_SUMMANDS_BLOCK: int
 
 
 def product_of(
@@ -107,7 +107,7 @@ def product_of(
     num_rows, stride = y.shape[-2:]
     lora_b = linears.joined_b
     rank = 0 if lora_b is None else lora_b.shape[-1]
-    num_parts = power.shape[1]
+    num_summands = power.shape[1]
     first_rows, outputs = num_rows, sum(linears.sizes)
     rows = min(most_rows, program_rows(num_rows))
     if linears.second_b:  # then a program's rows have one LoRA
@@ -119,8 +119,8 @@ def product_of(
         rank,
         at_least_16(rank),
         min(64, at_least_16(rank)),
-        num_parts,
-        triton.next_power_of_2(num_parts),
+        num_summands,
+        triton.next_power_of_2(num_summands),
     )
     product = Product(
         y,
@@ -222,10 +222,10 @@ def linear(product: "Product", outputs: tl.tensor, a: tl.tensor, b: tl.tensor, S
 
 @triton.jit
 def read_power(power: tl.tensor, rows: tl.tensor, num_rows: tl.tensor, S: tl.constexpr):
-    """Read the summands (rows, PARTS_BLOCK) of each row's mean square."""
-    part = tl.arange(0, S.PARTS_BLOCK)
-    valid = (rows < num_rows)[:, None] & (part < S.PARTS)[None, :]
-    return tl.load(power + rows[:, None] * S.PARTS + part[None, :], mask=valid, other=0.0)
+    """Read the summands (rows, NORM_SUMMANDS_BLOCK) of each row's mean square."""
+    part = tl.arange(0, S.NORM_SUMMANDS_BLOCK)
+    valid = (rows < num_rows)[:, None] & (part < S.NORM_SUMMANDS)[None, :]
+    return tl.load(power + rows[:, None] * S.NORM_SUMMANDS + part[None, :], mask=valid, other=0.0)
 
 
 @triton.jit

@@ -32,7 +32,7 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a.float() @ b.float()  # torch's own has no kernel for the CPU
 
 
-def _read(logits, ids, temperature, vocabulary, derivative_dtype=None):
+def _logps_and_derivative(logits, ids, temperature, vocabulary, derivative_dtype=None):
     """Return log-probs (c,) of ids (c,), entropies (c,) and, in a dtype, d logp / d logits * T.
 
     The distribution is softmax(logits / T), T the temperature, of logits (c, at least V).
@@ -59,8 +59,8 @@ def _read(logits, ids, temperature, vocabulary, derivative_dtype=None):
 
 @functools.cache
 def _compiled():
-    """Return `_read`, compiled to a kernel in which one block reads a row of logits twice."""
-    kernel = torch.compile(_read, options=dict(split_reductions=False))
+    """Return `_logps_and_derivative` compiled: a block of a kernel reads a row of logits twice."""
+    kernel = torch.compile(_logps_and_derivative, options=dict(split_reductions=False))
     return lambda logits, ids, *settings: kernel(*mark_rows_dynamic(logits, ids), *settings)
 
 
@@ -82,7 +82,7 @@ class _TokenLogps(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             by_hidden = torch.empty_like(hidden, dtype=torch.float32)  # d logp / d hidden, (m, C)
             derivative_dtype = weight.dtype
-        read = _compiled() if hidden.is_cuda else _read
+        read = _compiled() if hidden.is_cuda else _logps_and_derivative
         for start in range(0, len(ids), rows := max(1, CHUNK // len(weight))):
             chunk = slice(start, start + rows)
             logits = product(hidden[chunk], weight.t())  # (c, V)
@@ -137,7 +137,7 @@ def _trained_token_logps(hidden, weight, ids, temperature):
     def chunk_logps(hidden, ids):
         with torch.autocast(hidden.device.type, enabled=False):
             logits = hidden.float() @ weight.float().t()  # (c, V)
-        return _read(logits, ids, temperature, len(weight))
+        return _logps_and_derivative(logits, ids, temperature, len(weight))
 
     rows = max(1, CHUNK // len(weight))
     chunks = zip(hidden.split(rows), ids.split(rows))

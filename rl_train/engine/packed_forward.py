@@ -149,7 +149,7 @@ class _Checkpoint(torch.autograd.Function):
         assert address(lora) == ctx.lora_address, (
             "another LoRA came into use between a checkpointed forward and its backward"
         )
-        fused.follow()  # forwards of other roles may have run in between
+        fused.refresh_if_changed()  # forwards of other roles may have run in between
         backward = graphs.backward if graphs else partial(layer_graphs.backward, fused)
         with torch.autocast(d.device.type, enabled=False):
             d, d_lora = backward(ctx.number, d, residual, attended, ctx.rotation, ctx.segments)

@@ -66,12 +66,12 @@ class Packed(Layout):
     """
 
     ids: torch.Tensor  # (P, M) tokens behind the prompts
-    prompt: torch.Tensor  # (n,) prompt of each row
+    prompt_index: torch.Tensor  # (n,) prompt of each row
     before: torch.Tensor  # (n, T) index, in its sequence, of the token that predicts each token
 
     def hidden_before(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Return rows (m, C) of hidden (P, S, C) that predict `tokens` (n, T) bool, row-major."""
-        slot = (self.prompt[:, None] * hidden.shape[1] + self.before)[tokens]
+        slot = (self.prompt_index[:, None] * hidden.shape[1] + self.before)[tokens]
         return hidden.flatten(0, 1)[to_device(slot, hidden.device)]
 
 
@@ -83,7 +83,7 @@ def input_mask(valid: torch.Tensor) -> torch.Tensor:
 def pack(
     mask: torch.Tensor,
     position_ids: torch.Tensor,
-    prompt: torch.Tensor,
+    prompt_index: torch.Tensor,
     ids: torch.Tensor,
     valid: torch.Tensor,
     pad_id: int,
@@ -92,12 +92,12 @@ def pack(
 
     Args:
         mask: (P, L) attention mask of the prompts, padded on the left; position_ids: (A, P, L).
-        prompt: (n,) prompt of each row, not decreasing.
+        prompt_index: (n,) prompt of each row, not decreasing.
         ids, valid: (n, T); the valid tokens of a row come first.
     """
     num_prompts, length = mask.shape
     row, column = input_mask(valid).nonzero(as_tuple=True)
-    row_prompt = prompt[row]
+    row_prompt = prompt_index[row]
     count = row_prompt.bincount(minlength=num_prompts)
     rank = torch.arange(len(row)) - (count.cumsum(0) - count)[row_prompt]
     index = length + rank  # index in the owner's sequence
@@ -115,7 +115,7 @@ def pack(
     )
     before = torch.full(ids.shape, length - 1)  # the first token follows the prompt
     before[row, column + 1] = index
-    return Packed(part, sequence_positions, sequence[:, length:], prompt, before)
+    return Packed(part, sequence_positions, sequence[:, length:], prompt_index, before)
 
 
 @dataclass

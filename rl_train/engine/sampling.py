@@ -24,7 +24,7 @@ GREEDY = -1.0  # in the place of a uniform number
 
 @dataclass
 class Completions:
-    """N sampled answers: ids, valid and stopped on the CPU, which goes on from there."""
+    """N sampled answers. ids, valid and stopped are on the CPU, where the caller continues."""
 
     ids: torch.Tensor  # (N, T) long, pad after a row's end
     logp: torch.Tensor  # (N, T) float32 log-probs under the distribution they were sampled from
@@ -103,8 +103,8 @@ class StopText:
     def __init__(
         self, tokenizer: "PreTrainedTokenizerBase", stop_texts: list[str], vocab_size: int
     ):
-        # States from `stopped` on are behind a stop text.
-        automaton, self.stopped = _automaton([text.encode() for text in stop_texts])
+        # States from `first_stop_state` on are reached only after a stop text.
+        automaton, self.first_stop_state = _automaton([text.encode() for text in stop_texts])
         table = _over_tokens(automaton, _token_bytes(tokenizer, vocab_size))
         self.table = torch.from_numpy(table)  # (V, S) long
         self.eos_id = tokenizer.eos_token_id
@@ -120,7 +120,7 @@ class StopText:
         The state before the first token is 0.
         """
         state = self.table[token, state]
-        done = state >= self.stopped
+        done = state >= self.first_stop_state
         return state, done if self.eos_id is None else done | (token == self.eos_id)
 
 

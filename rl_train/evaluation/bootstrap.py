@@ -15,7 +15,7 @@ from rl_train.evaluation import (
     region_captions,
 )
 
-FAMILIES = (
+METRIC_MODULES = (
     cycle_metrics,
     point_metrics,
     referring_metrics,
@@ -23,9 +23,9 @@ FAMILIES = (
     gcg_metrics,
     region_captions,
 )
-METRICS = {name: text for family in FAMILIES for name, text in family.METRICS.items()}
+METRICS = {name: text for module in METRIC_MODULES for name, text in module.METRICS.items()}
 METRIC_COLUMNS = {
-    name: columns for family in FAMILIES for name, columns in family.METRIC_COLUMNS.items()
+    name: columns for module in METRIC_MODULES for name, columns in module.METRIC_COLUMNS.items()
 }
 
 

@@ -150,24 +150,24 @@ def measure_phrases(
     prompts = policy.segment_prompts(images, rows, batch.captions, wordings)
     completions, texts = policy.complete(images, prompts, 1, max_new_tokens)
     seg_rows, embeddings = policy.mask_embeddings(completions)
-    rows = seg_rows.tolist()
+    seg_rows = seg_rows.tolist()
     one_by_one = batch.objects is not None
-    decoded = row_masks(policy, images, prompts.image_index, rows, embeddings, one_by_one)
-    masks = decoded.masks
+    decoded = row_masks(policy, images, prompts.image_index, seg_rows, embeddings, one_by_one)
+    masks, rows_with_seg = decoded.masks, set(seg_rows)
     targets = [mask.to(policy.device) for mask in batch.masks]
     columns = mask_columns(masks, targets, batch)
     if one_by_one:
-        pairs = zip(decoded.each, batch.objects, strict=True)
-        matchings = [match(own, objects.to(policy.device)) for own, objects in pairs]
+        pairs = zip(decoded.seg_masks, batch.objects, strict=True)
+        matchings = [match(seg_masks, objects.to(policy.device)) for seg_masks, objects in pairs]
         columns["seg_matched"] = [
-            float(not mask.any()) if none else matching.reward
-            for mask, none, matching in zip(masks, batch.no_target, matchings)
+            float(not mask.any()) if is_no_target else matching.reward
+            for mask, is_no_target, matching in zip(masks, batch.no_target, matchings)
         ]
     if batch.distractors is not None:
         columns["seg_on_target"] = on_target(masks, batch.masks, batch.distractors).tolist()
     return columns | dict(
         mask_whole=[is_whole(mask) for mask in masks],
-        no_seg=[row not in set(rows) for row in range(len(batch))],
+        no_seg=[row not in rows_with_seg for row in range(len(batch))],
         caption=texts,
     )
 

@@ -33,7 +33,7 @@ from rl_train.evaluation.cycle_metrics import (
 from rl_train.evaluation.gcg_metrics import average_precision
 from rl_train.evaluation.table import MAIN_METRICS, main_figures
 from rl_train.loggers.metrics import MAIN
-from rl_train.loggers.pictures import HeldOutAnswer
+from rl_train.loggers.pictures import EvalAnswer
 from rl_train.loggers.tensorboard import NUM_EVAL_PICTURES, RunLogger
 from rl_train.policies.base import Features, Policy
 from rl_train.rewards.attributes import AttributePhrases
@@ -116,8 +116,8 @@ def evaluate(
         distractors=spec.distractors,
     )
     # disable=None: no bar where the output is no terminal
-    hidden = None if ranks.is_main else True
-    for batch in tqdm(loader, desc="evaluation", leave=False, disable=hidden):
+    disable_bar = None if ranks.is_main else True
+    for batch in tqdm(loader, desc="evaluation", leave=False, disable=disable_bar):
         features = None
         for name in names:
             with roles.use(name) if roles else nullcontext():
@@ -281,7 +281,7 @@ class Evaluator:
         results = {"base": self.base} | ({f"policy, step {step}": result} if step else {})
         for number in range(len(result.masks[:NUM_EVAL_PICTURES]) if log.writer else 0):
             answers = [
-                HeldOutAnswer(
+                EvalAnswer(
                     title,
                     torch.from_numpy(decode_mask(shown.masks[number])),
                     shown.values["seg_iou"][number].item(),
@@ -302,11 +302,11 @@ def _merge(columns_of_rank: list[list[dict]], spec: EvalSpec) -> EvalResult:
             column = merged.setdefault(name, [None] * len(spec.dataset))
             column[rank::world_size] = [value for batch in batches for value in batch[name]]
     image_ids, references, captions = map(merged.pop, ("image_id", "reference", "caption"))
-    index, masks, each = (merged.pop(name, []) for name in ("index", "mask", "each"))
+    index, masks, mask_pairs = (merged.pop(name, []) for name in ("index", "mask", "mask_pairs"))
     num_damaged = sum(position != i for i, position in enumerate(index))
     values = {name: torch.tensor(v, dtype=torch.float64) for name, v in merged.items()}
-    if each:  # the same value for each sample: it is of all together
-        ap50 = average_precision(*zip(*each))
+    if mask_pairs:  # AP50 is of all samples together, so each sample gets the same value
+        ap50 = average_precision(*zip(*mask_pairs))
         values["gcg_ap50"] = torch.full((len(index),), ap50, dtype=torch.float64)
     if spec.measure is None and "caption_meteor" in values:
         values |= measure_texts(references, captions, spec.attribute_phrases)

@@ -50,7 +50,7 @@ def measure(
 ) -> dict[str, list]:
     """Measure greedy answers of one batch: {column: B values} of an `evaluate.EvalResult`.
 
-    "each" are pairs of the run-length masks of an answer and of its true ones, for
+    "mask_pairs" are pairs of the run-length masks of an answer and of its true ones, for
     `average_precision`. Without phrases of the data set nothing is recalled.
     """
     prompts = grounded_prompts(policy, images)
@@ -59,7 +59,7 @@ def measure(
     rows = seg_rows.tolist()
     decoded = row_masks(policy, images, prompts.image_index, rows, embeddings, one_by_one=True)
     regions = [masks.to(policy.device) for masks in batch.regions]
-    matchings = [match(*pair) for pair in zip(decoded.each, regions, strict=True)]
+    matchings = [match(*pair) for pair in zip(decoded.seg_masks, regions, strict=True)]
     true_phrases = batch.columns.get("phrases", [[] for _ in texts])
     answer_phrases = [phrases_of(text) for text in texts]
     targets = [mask.to(policy.device) for mask in batch.masks]
@@ -72,9 +72,9 @@ def measure(
         gcg_phrases=[len(phrases) for phrases in true_phrases],
         gcg_meteor=meteor(batch.captions, [caption_of(text) for text in texts]).tolist(),
         gcg_matched=[matching.reward for matching in matchings],
-        gcg_masks=[len(masks) for masks in decoded.each],
-        no_seg=[not len(masks) for masks in decoded.each],
-        each=[(encoded(a), encoded(b)) for a, b in zip(decoded.each, regions)],
+        gcg_masks=[len(masks) for masks in decoded.seg_masks],
+        no_seg=[not len(masks) for masks in decoded.seg_masks],
+        mask_pairs=[(encoded(a), encoded(b)) for a, b in zip(decoded.seg_masks, regions)],
         caption=texts,
     )
 

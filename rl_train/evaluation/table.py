@@ -32,7 +32,7 @@ def before_after_table(
     before: dict[str, torch.Tensor],
     after: dict[str, torch.Tensor],
     samples: str = "evaluation split",
-    weights: str = "",
+    role: str = "",
 ) -> str:
     """Format metrics before and after, and the paired differences with their 95 % intervals.
 
@@ -41,7 +41,7 @@ def before_after_table(
 
     Args:
         samples: what was measured on, for the first line.
-        weights: whose metrics those after are, for the same line.
+        role: whose metrics those after are, for the same line.
     """
     means_before, means_after = means(before), means(after)
     descriptions = metrics_of(after)
@@ -57,8 +57,8 @@ def before_after_table(
     width = max(map(len, shown), default=0) + 2
     num_samples = len(next(iter(after.values())))
     header = f"{'':{width}s} {'before':>8s} {'after':>8s} {'change':>8s}   95 % interval"
-    of_weights = f", {weights}" if weights else ""
-    lines = [f"{samples}, n = {num_samples}: before and after{of_weights}", header]
+    of_role = f", {role}" if role else ""
+    lines = [f"{samples}, n = {num_samples}: before and after{of_role}", header]
     for title, metrics in grouped(shown, "parsable" in after).items():
         lines.append(title)
         for metric in metrics:

@@ -77,8 +77,8 @@ def find_base(
             )
         checkpoint_folder, base = folder, read_json(folder / "config.json")["model_path"]
     base = model_folder(flag, base)
-    if (found := family_of(base, flag)) != (family or found):
-        raise ValueError(f"{flag} {folder}: its family is {found}, not {family}")
+    if (actual_family := family_of(base, flag)) != (family or actual_family):
+        raise ValueError(f"{flag} {folder}: its family is {actual_family}, not {family}")
     return base, checkpoint_folder
 
 
@@ -147,15 +147,15 @@ def drop_trained_images(dataset: Dataset, folder: Path, choice: str) -> Dataset:
         raise ValueError(f"--train_eval_overlap {choice}: {folder} is no checkpoint of a run")
     flags = read_json(folder / "config.json")
     data = DataConfig(**{f.name: flags[f.name] for f in fields(DataConfig) if f.name in flags})
-    opened, heldout = dataset_openers(data)
+    open_train, open_eval = dataset_openers(data)
     training, _, _ = split_dataset(
-        opened,
+        open_train,
         data.data_dir,
         data.eval_data_dir,
         data.eval_samples,
         max_bad_fraction=1.0,
         train_eval_overlap=data.train_eval_overlap,
-        eval_opener=heldout,
+        eval_opener=open_eval,
     )
     # Both together, as COCO's images are recognised across the two.
     keys, trained = picture_keys(dataset, training)

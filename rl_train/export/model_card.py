@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard, ModelCardData, metadata_load
 
 from rl_train.checkpoint.save_load import read_state
 from rl_train.config.flags import flags_with
-from rl_train.config.sft_config import ALL_PARTS
+from rl_train.config.sft_config import ALL_CONFIG_CLASSES
 from rl_train.evaluation.table import before_after_table
 from rl_train.policies.registry import FAMILIES, family_of
 from rl_train.utils.io import read_json
@@ -86,7 +86,7 @@ def write_card(output: Path, folder: Path, base: Path, role: str):
     metadata = card_metadata(base)
     earlier = metadata.get(TRAININGS, [])
     base_model = metadata.get("base_model") if earlier else on_hub and name
-    hidden = flags_with("out_of_model_card", ALL_PARTS)
+    hidden = flags_with("out_of_model_card", ALL_CONFIG_CLASSES)
     shown = {flag: value for flag, value in flags.items() if flag not in hidden}
     # A card is published: paths of the machine are cut to the last name.
     settings = FOLDERS.sub("", json.dumps(shown, indent=2))

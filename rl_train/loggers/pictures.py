@@ -48,7 +48,7 @@ def rollout_picture(image: Image.Image, scored: ScoredRollout, row: int) -> np.n
 
 
 @dataclass(frozen=True)
-class HeldOutAnswer:
+class EvalAnswer:
     """Answer about a held-out sample, as a picture shows it."""
 
     title: str  # whose it is
@@ -58,7 +58,7 @@ class HeldOutAnswer:
 
 
 def evaluation_picture(
-    image: Image.Image, target: torch.Tensor, caption: str, answers: Sequence[HeldOutAnswer]
+    image: Image.Image, target: torch.Tensor, caption: str, answers: Sequence[EvalAnswer]
 ) -> np.ndarray:
     """Return (H, W, 3) uint8: the target (green) and each answer's mask (magenta), texts below.
 

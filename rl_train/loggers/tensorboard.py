@@ -12,7 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 from rl_train.distributed.process_group import RankInfo
 from rl_train.grpo import group_std
 from rl_train.loggers.pictures import (
-    HeldOutAnswer,
+    EvalAnswer,
     evaluation_picture,
     rollout_picture,
     small_mask,
@@ -71,8 +71,8 @@ class RunLogger:
         Masks, last in a line, are `small_mask`s.
         """
         rollout, outcome = scored.rollout, scored.outcome
-        image_ids = rollout.of_rows(rollout.batch.image_ids)
-        captions = rollout.of_rows(rollout.batch.captions)
+        image_ids = rollout.repeat_for_rows(rollout.batch.image_ids)
+        captions = rollout.repeat_for_rows(rollout.batch.captions)
         lines = []
         for row, text in enumerate(rollout.texts):
             line = dict(
@@ -117,7 +117,7 @@ class RunLogger:
         number: int,
         sample: dict[str, Any],
         caption: str,
-        answers: Sequence[HeldOutAnswer],
+        answers: Sequence[EvalAnswer],
     ):
         """Log the picture of an evaluated sample.
 
@@ -171,7 +171,7 @@ def overview_layout(tasks: Sequence[str], samples_answers: bool) -> dict[str, di
     def chart(*tags: str) -> list:
         return ["Multiline", [f"^{tag}$" for tag in tags]]
 
-    def held_out(*metrics: str) -> list:
+    def eval_chart(*metrics: str) -> list:
         roles = ("eval", "eval_ema") if samples_answers else ("eval",)
         return chart(*[f"{role}/{metric}" for metric in metrics for role in roles])
 
@@ -181,9 +181,9 @@ def overview_layout(tasks: Sequence[str], samples_answers: bool) -> dict[str, di
         for title, metric in charts.items()
     }
     return side_by_side | {
-        "held out: policy (eval) and teacher (eval_ema)": {
-            "IoU of masks": held_out("seg_iou", "cycle_iou"),
-            "METEOR of captions": held_out("caption_meteor", "cycle_meteor"),
+        "evaluation: policy (eval) and teacher (eval_ema)": {
+            "IoU of masks": eval_chart("seg_iou", "cycle_iou"),
+            "METEOR of captions": eval_chart("caption_meteor", "cycle_meteor"),
         },
         "all tasks together": {
             "losses": chart("total_loss", *[f"{task}/loss" for task in tasks]),

@@ -38,7 +38,8 @@ KEYS = {
     "segzero_plus": ("bbox", "points"),
     "points": ("points",),
 }
-STYLE_SCALES = {"segzero_plus": "unit"}  # the coordinates of a style; of the others pixels
+# {style: coordinates that it prescribes}. Others use the model's own: `qwen_vl_model.Version`.
+STYLE_SCALES = {"segzero_plus": "unit"}
 # The start of a style's JSON in a text.
 JSON_STARTS = dict.fromkeys(KEYS, re.compile(r"\{")) | {
     "visionreasoner": re.compile(r"\[\s*\{|\A\s*\[\s*\]"),  # not the brackets of "[1]"

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from rl_train.engine.quantize import QuantizedLinear
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+FROZEN = " (frozen)"  # suffix of a frozen part in `parameter_counts`
 
 
 def attach_lora(
@@ -74,13 +75,13 @@ def plain_strides(gradient: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def parameter_counts(model: nn.Module, groups: dict[str, str]) -> Counter[str]:
-    """Count parameters: what trains by its group in {name: group}, the rest as "part (frozen)"."""
+    """Count parameters: what trains by its group in {name: group}, the rest as part + FROZEN."""
     counts = Counter()
     for name, parameter in model.named_parameters():
-        counts[groups.get(name, f"{name.split('.')[0]} (frozen)")] += parameter.numel()
+        counts[groups.get(name, name.split(".")[0] + FROZEN)] += parameter.numel()
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear):  # its tensors hold several weights a number
             stored = module.weight.numel() + module.scale.numel()
             weights = module.out_features * module.in_features
-            counts[f"{name.split('.')[0]} (frozen)"] += weights - stored
+            counts[name.split(".")[0] + FROZEN] += weights - stored
     return counts

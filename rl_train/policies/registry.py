@@ -21,7 +21,9 @@ def family_of(path: str | Path, flag: str = "--model_path") -> str:
     Raises ValueError, naming `flag`, if the folder holds no model or one of another type.
     """
     folder = Path(path)
-    families = {kind: family.name for family in FAMILIES.values() for kind in family.model_types}
+    families = {
+        model_type: family.name for family in FAMILIES.values() for model_type in family.model_types
+    }
     if not (folder / "config.json").is_file():
         names = sorted(file.name for file in folder.iterdir())
         raise ValueError(

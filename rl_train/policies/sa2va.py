@@ -376,14 +376,16 @@ class Sa2VAPolicy(Policy):
         return [self.prompts.completion_text(ids[:length]) for ids, length in rows]
 
     @torch.no_grad()
-    def read(self, images: ImageFeatures, prompts: Prompts, num_last: int = 1) -> torch.Tensor:
+    def last_hidden_states(
+        self, images: ImageFeatures, prompts: Prompts, num_last: int = 1
+    ) -> torch.Tensor:
         """Return the last hidden states (P, num_last, C) of prompts.
 
         Neighbouring prompts about one image share its computation.
         """
         with self.autocast():
             embeds, mask, positions = self.embed(images, prompts)
-            return self.engine.read(
+            return self.engine.last_hidden_states(
                 embeds,
                 mask,
                 num_last=num_last,
@@ -395,13 +397,15 @@ class Sa2VAPolicy(Policy):
     def mean_logp(
         self, images: ImageFeatures, prompts: Prompts, answers: list[list[int]]
     ) -> torch.Tensor:
-        """Return the mean log-prob (P,) of the tokens of answers[p], by one forward of `read`."""
+        """Return the mean log-prob (P,) of the tokens of answers[p], by one forward."""
         ids, mask = pad_left(answers, self.pad_id)  # (P, T)
         # Padding is left out before lm_head: (m,) tokens of all answers.
         slots = mask.flatten().nonzero()[:, 0]
         targets, slots = ids.flatten()[slots], to_device(slots, self.device)
         # The state before each answer token predicts it, so the last state is not used: (P, T, C).
-        hidden = self.read(images, prompts.followed_by(answers), ids.shape[1] + 1)[:, :-1]
+        hidden = self.last_hidden_states(images, prompts.followed_by(answers), ids.shape[1] + 1)[
+            :, :-1
+        ]
         logp = self.engine.logps(hidden.flatten(0, 1)[slots], targets)
         self.nan_watcher("log-probs of given answers", logp)
         sums = logp.new_zeros(ids.numel()).index_copy(0, slots, logp).view(ids.shape).sum(1)

@@ -37,7 +37,7 @@ class RowMasks:
 
     masks: list[torch.Tensor]  # (H, W) bool, empty without [SEG]
     scores: torch.Tensor  # (N,) `mask_confidence` of each mask, 0 without [SEG]
-    each: list[torch.Tensor] | None = None  # (m, H, W) bool, one for each [SEG] of a row
+    seg_masks: list[torch.Tensor] | None = None  # (m, H, W) bool, one for each [SEG] of a row
 
     @property
     def confidence(self) -> list[float]:
@@ -108,20 +108,20 @@ def row_masks(
         all_logits = policy.decode_masks(images, [image_index[row] for row in seg_rows], embeddings)
         for row, logits in zip(seg_rows, all_logits):
             logits_of_row[row].append(logits)
-    masks, each = [None] * len(image_index), [None] * len(image_index)
+    masks, masks_of_segs = [None] * len(image_index), [None] * len(image_index)
     # A row may hold several [SEG] or none; its mask is their union, its logits their maximum.
     for size, rows in rows_by_size(images.sizes[i] for i in image_index).items():
         segs = [logits for row in rows for logits in logits_of_row[row]]
         counts = [len(logits_of_row[row]) for row in rows]
         for row, seg_masks in zip(rows, upsampled_masks(policy, segs, size).split(counts)):
-            each[row] = seg_masks  # (m, H, W)
+            masks_of_segs[row] = seg_masks  # (m, H, W)
             masks[row] = seg_masks[0] if len(seg_masks) == 1 else seg_masks.any(0)
     highest = {row: reduce(torch.maximum, segs) for row, segs in enumerate(logits_of_row) if segs}
     scores = torch.zeros(len(masks), device=policy.device)
     if highest:
         rows = to_device(torch.tensor(list(highest)), policy.device)
         scores = scores.index_copy(0, rows, mask_confidence(torch.stack(list(highest.values()))))
-    return RowMasks(masks, scores, each if one_by_one else None)
+    return RowMasks(masks, scores, masks_of_segs if one_by_one else None)
 
 
 def upsampled_masks(
@@ -161,7 +161,7 @@ def segment(
         prompts = policy.segment_prompts(images, chunk_images, [captions[p] for p in rows])
         forced = [policy.prompts.forced_answer] * len(prompts)
         # The forced answer ends in [SEG], so the last state is the one that prompts SAM2.
-        hidden = policy.read(images, prompts.followed_by(forced))[:, 0]  # (p, C)
+        hidden = policy.last_hidden_states(images, prompts.followed_by(forced))[:, 0]  # (p, C)
         with policy.autocast():
             embeddings = policy.model.text_hidden_fcs(hidden).float()  # (p, D)
         parts.append(row_masks(policy, images, chunk_images, range(len(rows)), embeddings))
@@ -246,14 +246,9 @@ def describe(
     image_index: list[int],
     masks: list[torch.Tensor],
     max_new_tokens: int,
-    grids: dict[int, torch.Tensor] | None = None,
 ) -> list[str]:
-    """Return the greedy caption of masks[p] (H, W) in image image_index[p]; "" for an empty mask.
-
-    Args: grids: `region_grids` of the masks, if they are known already.
-    """
-    grids = region_grids(policy, masks) if grids is None else grids
-    captions = [""] * len(masks)
+    """Return the greedy caption of masks[p] (H, W) in image image_index[p], "" of an empty one."""
+    captions, grids = [""] * len(masks), region_grids(policy, masks)
     for rows, prompts in caption_prompts(policy, images, image_index, grids):
         for p, text in zip(rows, policy.complete(images, prompts, 1, max_new_tokens)[1]):
             captions[p] = text
@@ -272,14 +267,14 @@ def describe_later(
 
     See `Sa2VAPolicy.complete_later`.
     """
-    asked = [
+    delayed_texts = [
         (rows, policy.complete_later(images, prompts, max_new_tokens))
         for rows, prompts in caption_prompts(policy, images, image_index, grids)
     ]
 
     def captions() -> list[str]:
         texts = [""] * num_masks
-        for rows, answers in asked:
+        for rows, answers in delayed_texts:
             for p, text in zip(rows, answers()):
                 texts[p] = text
         return texts

@@ -1,8 +1,9 @@
-"""Ablation rewards (--ablation_reward): cheap causes in the place of a task's own reward.
+"""Ablation rewards (--ablation_reward) replace a task's own reward by a cheap signal.
 
-A gain of a task must exceed what each of them gains: none needs what the task's name says. The
-task's own components stay measured and logged. The ablation is one more component, and the only
-one that counts. A new one is a function of `AblatedRows` and a line in `ABLATIONS`.
+Each is a cheap cause: a reason why a metric may rise without the ability that the task is to teach.
+A gain of a task must exceed what each of them gains. The task's own components stay measured and
+logged. The ablation is one more component, and the only one that counts. A new one is a function of
+`AblatedRows` and a line in `ABLATIONS`.
 
 Letters: B samples, G generations, N = B*G rows.
 """
@@ -79,11 +80,13 @@ def permuted(rows: AblatedRows) -> torch.Tensor:
 
 
 def constant(rows: AblatedRows) -> torch.Tensor:
+    """Return a reward of 1 for every row, from which nothing can be learnt."""
     return torch.ones(len(rows.rollout))
 
 
-def size(rows: AblatedRows) -> torch.Tensor:
-    return length(rows.rollout, rows.outcome)
+def length(rows: AblatedRows) -> torch.Tensor:
+    """Return `length_reward` of the rows."""
+    return length_reward(rows.rollout, rows.outcome)
 
 
 def fixed(rows: AblatedRows) -> torch.Tensor:
@@ -142,7 +145,7 @@ def no_image(rows: AblatedRows) -> torch.Tensor:
     context, rollout = rows.task.context, rows.rollout
     policy, tokens = context.policy, context.max_reply_tokens
     blank = blank_features(policy, tokens)
-    captions, masks = rollout.of_rows(rollout.batch.captions), rows.outcome.masks
+    captions, masks = rollout.repeat_for_rows(rollout.batch.captions), rows.outcome.masks
     if rows.task.name in DESCRIBES:
         whole = torch.ones(blank.sizes[0], dtype=torch.bool, device=policy.device)
         # A sampled special token, such as an image's, would count as one in the question.
@@ -159,9 +162,9 @@ def position(rows: AblatedRows) -> torch.Tensor:
     In loop 1 of the region by the sampled caption, else of the sampled mask by the true caption.
     """
     rollout = rows.rollout
-    texts, masks = rollout.of_rows(rollout.batch.captions), rows.outcome.masks
+    texts, masks = rollout.repeat_for_rows(rollout.batch.captions), rows.outcome.masks
     if rows.task.name in DESCRIBES:
-        texts, masks = rollout.texts, rollout.of_rows(rollout.batch.masks)
+        texts, masks = rollout.texts, rollout.repeat_for_rows(rollout.batch.masks)
     return torch.tensor([fraction_in_named_part(mask, text) for mask, text in zip(masks, texts)])
 
 
@@ -173,7 +176,7 @@ def salient(rows: AblatedRows) -> torch.Tensor:
     images = list(range(len(rollout.batch)))
     with context.roles.use("reference"):
         salient_masks = segment(context.policy, rollout.features, images, [SALIENT] * len(images))
-    return mask_iou(rows.outcome.masks, rollout.of_rows(salient_masks.masks)).cpu()
+    return mask_iou(rows.outcome.masks, rollout.repeat_for_rows(salient_masks.masks)).cpu()
 
 
 def hidden(rows: AblatedRows) -> torch.Tensor:
@@ -187,7 +190,9 @@ def of_negatives(rows: AblatedRows, value: Callable[..., float]) -> torch.Tensor
 
     0 of an answer without any, or that could not be read.
     """
-    sizes = rows.rollout.of_rows([(width, height) for height, width in rows.rollout.batch.sizes])
+    sizes = rows.rollout.repeat_for_rows(
+        [(width, height) for height, width in rows.rollout.batch.sizes]
+    )
     return torch.tensor(
         [
             sum(value(point, prompt, image) for point in prompt.negative) / len(prompt.negative)
@@ -248,7 +253,7 @@ def offset(rows: AblatedRows) -> torch.Tensor:
 class Ablation:
     """A cheap cause: its reward (N,), the tasks that it is of (() for all), and its help.
 
-    If `moves_rows`, the reward has NaN where it puts rows that were not scored.
+    If `moves_rows`, the reward permutes rows, and the NaN of an unscored row moves with it.
     """
 
     reward: Callable[[AblatedRows], torch.Tensor]
@@ -263,7 +268,7 @@ ABLATIONS = {
     "shuffled": Ablation(permuted, "permuted in each group", moves_rows=True),
     "constant": Ablation(constant, "equal"),
     "length": Ablation(
-        size,
+        length,
         "-|words - n| / n, n the mean of the batch's true captions (loop 2: fractions of the "
         "image, n of the true regions)",
     ),
@@ -339,7 +344,7 @@ class AblationReward:
         self.name, self.seed, self.caption = name, seed, caption
 
     def __call__(
-        self, task: Task, rollout: Rollout, outcome: RewardOutput, step: tuple[int, int]
+        self, task: Task, rollout: Rollout, outcome: RewardOutput, seed: tuple[int, int]
     ) -> RewardOutput:
         """Return the outcome with COMPONENT, the ablation's reward, among its rewards.
 
@@ -347,10 +352,10 @@ class AblationReward:
 
         Args:
             outcome: `task.rewards(rollout)`.
-            step: (step, number of the task), which seed the order of "shuffled".
+            seed: (step, index of the task), which seeds the order of "shuffled" with the run's.
         """
         ablation = ABLATIONS[self.name]
-        rows = AblatedRows(task, rollout, outcome, (self.seed, *step), self.caption)
+        rows = AblatedRows(task, rollout, outcome, (self.seed, *seed), self.caption)
         values = ablation.reward(rows)
         if not ablation.moves_rows:
             values = torch.where(rows.reward.isnan(), torch.nan, values)
@@ -372,7 +377,7 @@ def shuffled(
     return torch.cat(groups)
 
 
-def length(rollout: Rollout, outcome: RewardOutput) -> torch.Tensor:
+def length_reward(rollout: Rollout, outcome: RewardOutput) -> torch.Tensor:
     """Return -|size - n| / n of each row (N,), n the mean size of the batch's true values.
 
     The size of a caption is its number of words. Where masks are sampled or the teacher replies, it

@@ -14,7 +14,7 @@ from rl_train.rewards.meteor import meteor
 
 CAPTION_REWARDS = ("meteor", "cider", "judge")  # components that compare two captions
 # Weights of METEOR and the LLM judge where a judge is used, in place of METEOR alone.
-JUDGE_SHARES = {"meteor": 0.25, "judge": 0.75}
+JUDGE_WEIGHTS = {"meteor": 0.25, "judge": 0.75}
 
 
 class Scorers(Protocol):

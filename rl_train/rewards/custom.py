@@ -137,17 +137,19 @@ def add_user_rewards(
     if not user_rewards:
         return rewards
     batch = rollout.batch
-    asked = dict(question=batch.questions, answer=batch.answers) if batch.questions else {}
-    own = {name: rollout.of_rows(column) for name, column in (batch.columns | asked).items()}
-    own.pop("completions", None)
+    of_samples = dict(batch.columns)
+    if batch.questions:
+        of_samples |= dict(question=batch.questions, answer=batch.answers)
+    of_rows = {name: rollout.repeat_for_rows(values) for name, values in of_samples.items()}
+    of_rows.pop("completions", None)
     columns = (
-        own
+        of_rows
         | dict(
             prompts=prompts,
             masks=masks,
             targets=targets,
-            captions=rollout.of_rows(batch.captions),
-            image_ids=rollout.of_rows(batch.image_ids),
+            captions=rollout.repeat_for_rows(batch.captions),
+            image_ids=rollout.repeat_for_rows(batch.image_ids),
             stopped=rollout.stopped.tolist(),
             num_tokens=rollout.valid.sum(1).tolist(),
         )

@@ -30,8 +30,8 @@ def mask_iou(
     Args:
         pred: (N, H, W) bool, or N masks (H, W) bool whose sizes may differ between samples.
         target: the same number of masks in the same shapes.
-        empty_value: the IoU where both masks are empty. Training skips such samples before
-            they get here; evaluation passes 1.0.
+        empty_value: the IoU where both masks are empty. Evaluation and the rewards of points pass
+            1.0; tasks of sampled masks overwrite these rows (`with_no_target_reward`).
 
     Raises:
         ValueError: a mask is not bool (resizing and thresholding are the caller's), or the
@@ -168,7 +168,7 @@ def on_target(
 ) -> Tensor:
     """Return whether each mask lies on its target, (N,) float32, 1 or 0; see `best_objects`.
 
-    On an empty target lies an empty mask.
+    An empty mask lies on an empty target.
     """
     is_on, G = best_objects(masks, targets, others) == 0, len(masks) // len(targets)
     has_target = torch.stack([target.any() for target in targets]).tolist()

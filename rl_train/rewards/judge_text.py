@@ -204,7 +204,7 @@ def questions(attributes: dict, reference: str, seed: int) -> list[Question]:
 
     The order of options follows from seed, reference and question.
     """
-    made = [
+    unshuffled = [
         (
             _QUESTIONS[name],
             [(attributes[name]["answer"], RIGHT)]
@@ -215,12 +215,12 @@ def questions(attributes: dict, reference: str, seed: int) -> list[Question]:
         if attributes[name] is not None
     ]
     yes_or_no = [("Yes.", ABSENT_CLAIMED), ("No.", ABSENT_NOT_CLAIMED)]
-    made += [
+    unshuffled += [
         (f"Does the description mention this: {thing}?", yes_or_no)
         for thing in attributes["absent"]
     ]
     shuffled = []
-    for k, (text, options) in enumerate(made):
+    for k, (text, options) in enumerate(unshuffled):
         # From seed and text alone, so that a pair is judged alike at any step.
         options = random.Random(json.dumps([seed, reference, k])).sample(options, len(options))
         texts, points = (dict(zip("ABCDEF", values)) for values in zip(*options))

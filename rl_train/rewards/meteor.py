@@ -93,7 +93,7 @@ class MissingWordNet(UserFault):
 
 
 def require_wordnet() -> None:
-    """Return None if METEOR's synonym stage works; look up one known synonym per part of speech.
+    """Check that NLTK finds one known synonym for each part of speech.
 
     Raises:
         MissingWordNet: WordNet is missing or incomplete; its cause says what NLTK did not find.

@@ -3,7 +3,7 @@
 Letters: N answers, M masks of an answer, K true regions, H W the pixels of a mask.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 from rl_train.rewards.published_points import best_assignment
 
 
-def none_reward(masks: Sequence[Tensor]) -> Tensor:
+def no_target_reward(masks: Sequence[Tensor]) -> Tensor:
     """Return the reward (N,) where a caption names nothing: 1 of an empty mask (H, W), else 0.
 
     An answer without [SEG] has an empty mask.
@@ -21,13 +21,10 @@ def none_reward(masks: Sequence[Tensor]) -> Tensor:
     return torch.tensor([not mask.any() for mask in masks], dtype=torch.float32)
 
 
-def with_none_reward(
-    rewards: dict[str, Tensor],
-    components: Iterable[str],
-    masks: Sequence[Tensor],
-    no_target: Sequence[bool],
+def with_no_target_reward(
+    rewards: dict[str, Tensor], masks: Sequence[Tensor], no_target: Sequence[bool]
 ) -> dict[str, Tensor]:
-    """Return rewards {component: (N,)} whose `components` are `none_reward` in some rows.
+    """Return rewards {component: (N,)} with `no_target_reward` in rows that name nothing.
 
     Args:
         masks: N (H, W) bool of the answers.
@@ -35,9 +32,11 @@ def with_none_reward(
     """
     if not any(no_target):
         return rewards
-    names_nothing, empty = torch.tensor(no_target), none_reward(masks)
-    changed = {k: torch.where(names_nothing, empty, rewards[k].cpu()) for k in components}
-    return rewards | changed
+    is_no_target, empty = torch.tensor(no_target), no_target_reward(masks)
+    return {
+        component: torch.where(is_no_target, empty, values.cpu())
+        for component, values in rewards.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Matching:
 
     @property
     def reward(self) -> float:
-        """Sum of the pairs' IoUs / max(M, K): each missing and each surplus mask costs its share.
+        """Sum of the pairs' IoUs / max(M, K): a missing or surplus mask counts as a pair of IoU 0.
 
         1 where there is neither a mask nor a region.
         """

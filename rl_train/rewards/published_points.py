@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from rl_train.points.parser import Box, JsonValue, Point, PointPrompt
-from rl_train.points.published import is_numbers, load_answer
+from rl_train.points.published import is_finite, is_numbers, load_answer
 
 THINKING = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>", re.DOTALL)
 MIN_IOU = 0.5  # of two boxes
@@ -57,7 +57,7 @@ def segzero_rewards(
     box, (true_box,) = _scaled(box, scale), solution.boxes
     rewards["bbox_iou"] = float(_segzero_iou(box, true_box) > MIN_IOU)
     rewards["bbox_l1"] = float(np.abs(np.subtract(box, true_box)).mean() < MAX_BOX_DISTANCE)
-    if all(isinstance(point, list) and _is_finite(point[:2]) for point in points):
+    if all(is_finite(point, 2) for point in points):
         # Whole numbers of the answer's own frame, as their code compares them.
         points = [_scaled([int(value) for value in point[:2]], scale) for point in points]
         near = _mean_distance(points, solution.positive) < MAX_POINTS_DISTANCE
@@ -222,10 +222,6 @@ def matched_box_iou(boxes: Sequence[Box], true_boxes: Sequence[Box]) -> float:
 
 def _has_length(value: JsonValue, count: int) -> bool:
     return isinstance(value, list) and len(value) == count
-
-
-def _is_finite(values: list[JsonValue]) -> bool:
-    return is_numbers(values, 2) and all(math.isfinite(value) for value in values)
 
 
 def _scaled(values: Sequence[float], scale: Scale) -> tuple[float, ...]:

@@ -133,21 +133,22 @@ def build(
     roles = Roles(policy.trainable, kept_roles or until_evaluated, offload)
     if config.run.merge_at_end == "teacher" and not roles.has_teacher:
         raise ValueError("--merge_at_end teacher: no task of --tasks has a teacher")
+    needs_frequencies = config.reward.gives_weight("cider")
     context = TaskContext(
-        policy,
-        roles,
-        max_tokens,
-        rewards.judge,
-        rewards.user_rewards,
-        data.has_masks,
-        data.names_nothing,
-        config.reward.use_llm_judge,
-        frequencies_of(data.train_set) if config.reward.gives_weight("cider") else None,
+        policy=policy,
+        roles=roles,
+        max_reply_tokens=max_tokens,
+        judge=rewards.judge,
+        user_rewards=rewards.user_rewards,
+        has_masks=data.has_masks,
+        names_nothing=data.names_nothing,
+        use_llm_judge=config.reward.use_llm_judge,
+        frequencies=frequencies_of(data.train_set) if needs_frequencies else None,
     )
     tasks = [config.task_classes[name](options, context) for name, options in config.tasks.items()]
     weigh_components(tasks, config.reward.component_weights)
     if config.reward.reward_only:
-        for task in tasks:  # `components` stay, so that they are computed and logged
+        for task in tasks:  # `weighted_components` stay, so that they are computed and logged
             task.reward_weights = context.user_weights
     steps_of_epochs = math.ceil(config.optim.num_train_epochs * sampler.steps_per_epoch)
     max_steps = config.optim.max_steps or steps_of_epochs
@@ -184,10 +185,10 @@ def weigh_components(tasks: list[Task], weights: list[ComponentWeight]):
     }
     check_weights(weights, names)
     for task in tasks:
-        if own := of_task(weights, task.name):
+        if new_weights := of_task(weights, task.name):
             users = task.context.user_weights
             before = {n: w for n, w in task.reward_weights.items() if n not in users}
-            task.weigh(before | own)
+            task.set_reward_weights(before | new_weights)
             if not task.reward_weights:
                 raise ValueError(f"--reward_weights: leaves {task.name} no component with a weight")
 
@@ -262,13 +263,12 @@ def trainable_groups(
 def roles_to_keep(task_classes: dict[str, type], samples_answers: bool) -> tuple[str, ...]:
     """Return the roles beside the policy that a run keeps.
 
-    Teacher and reference if a task asks the teacher. Else the reference alone: always in
-    reinforcement learning, in supervised training if a task `asks_reference`.
+    Teacher and reference if a task asks the teacher. Else reinforcement learning keeps the
+    reference alone, and supervised training neither.
     """
     if any(task.asks_teacher for task in task_classes.values()):
         return COPIES
-    asked = any(task.asks_reference for task in task_classes.values())
-    return ("reference",) if samples_answers or asked else ()
+    return ("reference",) if samples_answers else ()
 
 
 def build_optimizer(config: UpdatesConfig, policy: Policy) -> torch.optim.Optimizer:

@@ -102,4 +102,6 @@ def check_same_data(config: Config, before: DataFacts, now: DataFacts, place: st
         )
     print0(f"{sentence}. Accepted by --allow_changed_data")
     if before["evaluation"] != now["evaluation"]:
-        print0("new scores are not compared with those of former regions: checkpoint_best is anew")
+        print0(
+            "new scores are not compared with those of former regions: checkpoint_best starts anew"
+        )

@@ -18,12 +18,11 @@ from rl_train.config.grpo_config import Config
 from rl_train.data.dataset_flags import eval_entry
 from rl_train.data.errors import Report
 from rl_train.distributed.process_group import RankInfo, print0
+from rl_train.policies.lora import FROZEN
 from rl_train.run.memory_estimate import GIB
 from rl_train.utils.text import counted
 
 LARGE_FOR_A_CPU = 1_000_000_000  # parameters
-FROZEN = " (frozen)"  # suffix of a frozen part in `parameter_counts`
-
 EQUAL_REWARDS = "all answers to each prompt got the same reward"
 NO_UPDATE = (
     f"{EQUAL_REWARDS}, so no answer is better than another and no weight changes. Answers differ "
@@ -67,14 +66,14 @@ def parameters(counts: Counter[str]) -> str:
     trained = {part: n for part, n in sorted(counts.items()) if not part.endswith(FROZEN)}
     frozen = {part: n for part, n in sorted(counts.items()) if part.endswith(FROZEN)}
 
-    def parts(numbers: dict[str, int]) -> str:
-        return ", ".join(f"{part.removesuffix(FROZEN)} {n:,d}" for part, n in numbers.items())
+    def listed(counts: dict[str, int]) -> str:
+        return ", ".join(f"{part.removesuffix(FROZEN)} {n:,d}" for part, n in counts.items())
 
     fraction = sum(trained.values()) / counts.total()
     return (
         f"trainable parameters: {sum(trained.values()):,d} of {counts.total():,d} "
-        f"({fraction:.2%}): {parts(trained)}\n"
-        f"frozen parameters: {sum(frozen.values()):,d}: {parts(frozen)}"
+        f"({fraction:.2%}): {listed(trained)}\n"
+        f"frozen parameters: {sum(frozen.values()):,d}: {listed(frozen)}"
     )
 
 
@@ -153,18 +152,18 @@ def step_line(
 
 
 def reward_words(task: str, values: dict[str, float], components: dict[str, bool]) -> str:
-    """Return the mean reward of a task, in brackets what it is made of, then what is only measured.
+    """Format a task's mean reward, its weighted components in brackets, then unweighted ones.
 
     Args: see `step_line`; components: of this task.
     """
     reward = f"{values[f'{task}/reward_mean']:.3f}"
     figures = {n: f"{values[f'{task}/{n}']:.3f}" for n in components if f"{task}/{n}" in values}
-    counted = {name: figure for name, figure in figures.items() if components[name]}
-    parts = [f"{name} {figure}" for name, figure in counted.items()]
-    if list(counted.values()) == [reward]:
-        parts = list(counted)  # the reward is this component: its figure would stand there twice
+    weighted = {name: figure for name, figure in figures.items() if components[name]}
+    in_brackets = [f"{name} {figure}" for name, figure in weighted.items()]
+    if list(weighted.values()) == [reward]:
+        in_brackets = list(weighted)  # the reward is this component: its figure would stand twice
     measured = [f"{name} {figure}" for name, figure in figures.items() if not components[name]]
-    return ", ".join([f"reward {reward} ({', '.join(parts)})", *measured])
+    return ", ".join([f"reward {reward} ({', '.join(in_brackets)})", *measured])
 
 
 def number(value: float) -> str:
@@ -189,8 +188,8 @@ def no_group_has_signal(values: dict[str, float], tasks: Iterable[str]) -> bool:
 # The end
 
 
-def measured_weights(has_teacher: bool, evaluation: Path) -> str:
-    """Return whose metrics the last table has; "" if a run without a teacher has no choice.
+def measured_role(has_teacher: bool, evaluation: Path) -> str:
+    """Return the role whose metrics the last table shows; "" if the run keeps no teacher.
 
     Args:
         evaluation: the file of the last evaluation, which holds the teacher's too.

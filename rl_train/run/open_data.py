@@ -65,10 +65,10 @@ def open_data(config: DataConfig, task_classes: dict[str, type]) -> RunData:
         config.data_dir,
         config.eval_data_dir,
         config.eval_samples,
-        config.max_bad_fraction,
-        config.train_eval_overlap,
-        open_eval,
-        print0,
+        max_bad_fraction=config.max_bad_fraction,
+        train_eval_overlap=config.train_eval_overlap,
+        eval_opener=open_eval,
+        log=print0,
     )
     reports = damaged.report.get("of_each", {config.dataset: damaged.report})
     for name, report in reports.items():

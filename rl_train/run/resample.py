@@ -34,9 +34,9 @@ class Resampler:
     ) -> Iterator[list[tuple[Task, Batch, Features]]]:
         """Yield [(task, batch, its features), ..] of all tasks.
 
-        With --resample_equal_groups of one task at a time, and behind each those of samples in the
-        place of equal groups. Before the next ones the caller adds its rollouts of what was yielded
-        to `step`.
+        With --resample_equal_groups yield one task at a time, each followed by batches that replace
+        its groups of equal rewards. Before it takes the next one, the caller adds its rollouts of
+        what was yielded to `step`.
         """
         step.num_batches += 1
         if not self.num_rounds:

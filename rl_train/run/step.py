@@ -28,18 +28,18 @@ from rl_train.utils.nan_check import NanWatcher
 
 
 @dataclass
-class AskedRollout:
-    """A rollout of a task whose teacher was asked."""
+class PendingRollout:
+    """Rollout of a task whose teacher was asked, and whose rewards are not there yet."""
 
     task: Task
     rollout: Rollout
     reference: ReferenceScores | None
-    begun_rewards: Callable[[], RewardOutput]  # what `Task.begin_rewards` returned
+    wait_for_rewards: Callable[[], RewardOutput]  # what `Task.begin_rewards` returned
     nan_watcher: NanWatcher  # of the model's outputs so far
 
     def rewards(self) -> RewardOutput:
         """Wait for the teacher's answers and return the rewards."""
-        outcome = self.begun_rewards()
+        outcome = self.wait_for_rewards()
         self.nan_watcher.join(self.task.context.policy.nan_watcher.take())
         return outcome
 
@@ -60,15 +60,17 @@ class Step:
         self.metrics = StepMetrics()
         self.denominators: dict[str, LossDenominators] = {}  # {task: ..}, of `prepare_update`
 
-    def ask(self, task: Task, rollout: Rollout, reference: ReferenceScores | None) -> AskedRollout:
+    def ask(
+        self, task: Task, rollout: Rollout, reference: ReferenceScores | None
+    ) -> PendingRollout:
         """Ask the teacher what the rewards of a rollout need."""
-        begun_rewards = task.begin_rewards(rollout)
+        wait_for_rewards = task.begin_rewards(rollout)
         nan_watcher = task.context.policy.nan_watcher.take()
-        return AskedRollout(task, rollout, reference, begun_rewards, nan_watcher)
+        return PendingRollout(task, rollout, reference, wait_for_rewards, nan_watcher)
 
     def add(
         self,
-        asked: AskedRollout,
+        pending: PendingRollout,
         outcome: RewardOutput,
         training_reward: torch.Tensor,
         advantages: torch.Tensor,
@@ -78,15 +80,15 @@ class Step:
         Args:
             training_reward: (N,) from which the advantages (N,) were computed.
         """
-        task = asked.task
+        task = pending.task
         scored = ScoredRollout(
-            task,
-            asked.rollout,
-            outcome,
-            combine(outcome.rewards, task.reward_weights),  # logged without --scale_components
-            advantages,
-            asked.reference,
-            nan_watcher=asked.nan_watcher,
+            task=task,
+            rollout=pending.rollout,
+            outcome=outcome,
+            reward=combine(outcome.rewards, task.reward_weights),  # without --scale_components
+            advantages=advantages,
+            reference=pending.reference,
+            nan_watcher=pending.nan_watcher,
             training_reward=training_reward,
             mask_truncated_completions=self.config.mask_truncated_completions,
         )

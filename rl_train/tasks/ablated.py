@@ -14,13 +14,16 @@ class AblatedTask(Task):
 
     Args:
         task: the other; its own reward components are still measured and logged.
-        turn: returns (step, number of the task) of the rollout in progress, which seed "shuffled".
+        current_seed: returns (step, index of the task) of the rollout in progress, which seeds
+            "shuffled".
     """
 
-    def __init__(self, task: Task, ablation: AblationReward, turn: Callable[[], tuple[int, int]]):
-        self.task, self.ablation, self.turn = task, ablation, turn
+    def __init__(
+        self, task: Task, ablation: AblationReward, current_seed: Callable[[], tuple[int, int]]
+    ):
+        self.task, self.ablation, self.current_seed = task, ablation, current_seed
         self.name, self.family, self.context = task.name, task.family, task.context
-        self.asks_teacher, self.asks_reference = task.asks_teacher, task.asks_reference
+        self.asks_teacher = task.asks_teacher
         self.action, self.measure = task.action, task.measure
         self.reward_weights = {COMPONENT: 1.0}
 
@@ -37,4 +40,4 @@ class AblatedTask(Task):
 
     def begin_rewards(self, rollout: Rollout) -> Callable[[], RewardOutput]:
         rewards = self.task.begin_rewards(rollout)
-        return lambda: self.ablation(self.task, rollout, rewards(), self.turn())
+        return lambda: self.ablation(self.task, rollout, rewards(), self.current_seed())

@@ -98,24 +98,26 @@ class Task(Protocol):
     reward_weights: dict[str, float]  # of the reward components that count; others are logged only
     # Components that --reward_weights may name beside those of `reward_weights`
     reward_components: tuple[str, ...] = ()
-    components: tuple[str, ...] = ()  # those with a weight, of `weigh`; others need no computation
+    # Own components with a weight, set by `set_reward_weights`; others need no computation
+    weighted_components: tuple[str, ...] = ()
     action: LatentAction | None = None  # sampled beside the text
     takes_boxes: bool = False  # whether samples may have boxes and points in place of a mask
     takes_no_target: bool = False  # whether captions of samples may name nothing in the image
     asks_teacher: bool = False  # whether it uses that role; else no teacher is kept
-    asks_reference: bool = False  # whether supervised training keeps the reference too
+
     turns: int = 1  # questions about an image in an example of supervised training, at most
     # (policy, batch, features, max_new_tokens) -> {column: B values} of the evaluation split;
     # None: `cycle_metrics.measure`
     measure: Callable[[Policy, Batch, Features, int], dict[str, list]] | None = None
 
-    def weigh(self, weights: dict[str, float]):
+    def set_reward_weights(self, weights: dict[str, float]):
         """Set `reward_weights`: these of the task's own components, and the user's.
 
         A component of weight 0 is left out.
         """
-        own = {name: weight for name, weight in weights.items() if weight}
-        self.components, self.reward_weights = tuple(own), own | self.context.user_weights
+        nonzero = {name: weight for name, weight in weights.items() if weight}
+        self.weighted_components = tuple(nonzero)
+        self.reward_weights = nonzero | self.context.user_weights
 
     def prompts(self, batch: Batch, features: Features) -> Prompts:
         """Return one prompt for each sample of the batch, made by the policy."""
@@ -123,7 +125,7 @@ class Task(Protocol):
     def true_masks(self, rollout: Rollout) -> list[torch.Tensor]:
         """Return the N true regions (H, W) bool on the policy's device."""
         device = self.context.policy.device
-        return rollout.of_rows([to_device(mask, device) for mask in rollout.batch.masks])
+        return rollout.repeat_for_rows([to_device(mask, device) for mask in rollout.batch.masks])
 
     def own_rewards(self, rollout: Rollout) -> RewardOutput:
         """Return the task's own rewards of a rollout, NaN where not scored. It is not written to.

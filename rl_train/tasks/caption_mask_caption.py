@@ -33,7 +33,7 @@ class CaptionMaskCaption(MaskAnswers):
 
     def __init__(self, options: Options, context: TaskContext):
         super().__init__(options, context)
-        self.weigh({"meteor": 1.0})
+        self.set_reward_weights({"meteor": 1.0})
 
     def own_rewards(self, rollout: Rollout) -> RewardOutput:
         """Return {"meteor", "iou", "likelihood", ..: (N,)} of the sampled masks.
@@ -42,10 +42,10 @@ class CaptionMaskCaption(MaskAnswers):
         likelihood is the teacher's, of the prompt's caption as a description of the mask. What has
         no weight is not computed. Only the IoU with the region is always measured; the reward sees
         it with a weight of --reward_weights. A row that the judge gives NaN is not scored at all.
-        See `complete` for further ones and for captions that name nothing.
+        See `add_form_rewards` for further ones and for captions that name nothing.
         """
-        captions, likelihood = self.teacher_answers(rollout)
-        return self.compare(rollout, captions(), likelihood)
+        read_captions, likelihood = self.teacher_answers(rollout)
+        return self.compare(rollout, read_captions(), likelihood)
 
     def ask_teacher(self, rollout: Rollout) -> tuple[Callable[[], list[str]], torch.Tensor | None]:
         """Ask the teacher for captions of the N sampled masks, and the prompts' likelihoods (N,).
@@ -56,34 +56,41 @@ class CaptionMaskCaption(MaskAnswers):
         """
         context, policy, masks = self.context, self.context.policy, rollout.latents.masks
         features, image = rollout.features, rollout.prompts.image_index
-        tokens, replies, likelihood = context.max_reply_tokens, list, None
-        needs_replies = bool(set(self.components) & set(CAPTION_REWARDS) or context.user_rewards)
-        needs_likelihood = "likelihood" in self.components
+        tokens, likelihood = context.max_reply_tokens, None
+        read_captions: Callable[[], list[str]] = list  # [] if no reward needs them
+        compares_captions = set(self.weighted_components) & set(CAPTION_REWARDS)
+        needs_replies = bool(compares_captions or context.user_rewards)
+        needs_likelihood = "likelihood" in self.weighted_components
         if needs_replies or needs_likelihood:
             grids = region_grids(policy, masks)  # once, for captions and likelihoods
             with context.roles.use("teacher"):
                 if needs_replies:
-                    replies = describe_later(policy, features, image, grids, len(masks), tokens)
+                    read_captions = describe_later(
+                        policy, features, image, grids, len(masks), tokens
+                    )
                 if needs_likelihood:  # a GPU still computes it during METEOR
-                    captions = rollout.of_rows(rollout.batch.captions)
+                    captions = rollout.repeat_for_rows(rollout.batch.captions)
                     likelihood = caption_likelihood(
                         policy, features, image, masks, captions, tokens, grids
                     )
-        return replies, likelihood
+        return read_captions, likelihood
 
     def compare(
         self, rollout: Rollout, replies: list[str], likelihood: torch.Tensor | None
     ) -> RewardOutput:
         """Compare the teacher's captions with the prompts', and the masks with the regions."""
-        captions, targets = rollout.of_rows(rollout.batch.captions), self.true_masks(rollout)
+        captions, targets = (
+            rollout.repeat_for_rows(rollout.batch.captions),
+            self.true_masks(rollout),
+        )
         masks, rewards = rollout.latents.masks, {}
         if likelihood is not None:
             rewards["likelihood"] = likelihood
         if replies:
-            rewards |= caption_rewards(self.components, captions, replies, self.context)
+            rewards |= caption_rewards(self.weighted_components, captions, replies, self.context)
         rewards["iou"] = mask_iou(masks, targets)
         return RewardOutput(
-            self.complete(rollout, rewards),
+            self.add_form_rewards(rollout, rewards),
             masks,
             targets,
             self.questions(rollout),

@@ -6,7 +6,7 @@ The direct task beside loop 1: the same question, and no teacher.
 from dataclasses import dataclass
 
 from rl_train.config.flags import WEIGHT, flag
-from rl_train.rewards.captions import CAPTION_REWARDS, JUDGE_SHARES, caption_rewards
+from rl_train.rewards.captions import CAPTION_REWARDS, JUDGE_WEIGHTS, caption_rewards
 from rl_train.rollout import Batch, RewardOutput, Rollout
 from rl_train.tasks.base import Task, TaskContext
 from sa2va_hf.batches import ImageFeatures, Prompts
@@ -29,7 +29,7 @@ class Captioning(Task):
 
     def __init__(self, options: Options, context: TaskContext):
         self.options, self.context, self.loss_weight = options, context, options.weight
-        self.weigh(JUDGE_SHARES if context.judges_by_default else {"meteor": 1.0})
+        self.set_reward_weights(JUDGE_WEIGHTS if context.judges_by_default else {"meteor": 1.0})
 
     def prompts(self, batch: Batch, images: ImageFeatures) -> Prompts:
         """Return the question for a caption of each sample's region."""
@@ -41,7 +41,7 @@ class Captioning(Task):
 
         No mask is answered: pictures and the user's rewards have the regions themselves.
         """
-        captions = rollout.of_rows(rollout.batch.captions)
-        rewards = caption_rewards(self.components, captions, rollout.texts, self.context)
-        regions = rollout.of_rows(rollout.batch.masks)
+        captions = rollout.repeat_for_rows(rollout.batch.captions)
+        rewards = caption_rewards(self.weighted_components, captions, rollout.texts, self.context)
+        regions = rollout.repeat_for_rows(rollout.batch.masks)
         return RewardOutput(rewards, regions, regions, [DESCRIBE] * len(rollout))

@@ -28,7 +28,7 @@ class GroundedCaptioning(MaskAnswers):
         super().__init__(options, context)
         if options.think:
             raise ValueError("--think: is of segmentation, not of --tasks grounded_captioning")
-        self.weigh({"matched": 1.0, "meteor": 1.0})
+        self.set_reward_weights({"matched": 1.0, "meteor": 1.0})
 
     def prompts(self, batch: Batch, images: ImageFeatures) -> Prompts:
         return grounded_prompts(self.context.policy, images)
@@ -43,11 +43,11 @@ class GroundedCaptioning(MaskAnswers):
         latents, targets = rollout.latents, self.true_masks(rollout)
         captions = [caption_of(text) for text in rollout.texts]
         rewards = dict(
-            meteor=meteor(rollout.of_rows(rollout.batch.captions), captions),
+            meteor=meteor(rollout.repeat_for_rows(rollout.batch.captions), captions),
             iou=mask_iou(latents.masks, targets),
         )
         return RewardOutput(
-            self.complete(rollout, rewards),
+            self.add_form_rewards(rollout, rewards),
             latents.masks,
             targets,
             [GROUNDED_CAPTION] * len(rollout),

@@ -98,8 +98,10 @@ class LatentMaskAction(LatentAction):
         )
         latents = SampledLatents(rows, decoded.masks, z, z - mean, logp, decoded.confidence)
         if self.one_by_one:
-            latents.each, latents.targets = decoded.each, []
-            for masks, regions in zip(decoded.each, rollout.of_rows(rollout.batch.regions)):
+            latents.seg_masks, latents.targets = decoded.seg_masks, []
+            for masks, regions in zip(
+                decoded.seg_masks, rollout.repeat_for_rows(rollout.batch.regions)
+            ):
                 region_of = dict(match(masks, regions.to(masks.device)).pairs)
                 latents.targets += [
                     regions[region_of[m]] if m in region_of else None for m in range(len(masks))

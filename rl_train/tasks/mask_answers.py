@@ -8,7 +8,7 @@ import torch
 from rl_train.config.flags import WEIGHT, flag
 from rl_train.data.text import phrase
 from rl_train.evaluation.cycle_metrics import measure_phrases
-from rl_train.rewards.objects import matched_rewards, with_none_reward
+from rl_train.rewards.objects import matched_rewards, with_no_target_reward
 from rl_train.rewards.thinking import thinking_rewards
 from rl_train.rollout import Batch, Rollout
 from rl_train.tasks.base import Task, TaskContext
@@ -18,7 +18,7 @@ from sa2va_hf.prompts import SEGMENT, THINK_FIRST
 from sa2va_hf.to_device import to_device
 
 FORMAT_WEIGHT = 0.1  # of the form of an answer that thinks first, as for points
-FORM_REWARDS = ("matched", "format")  # components that all tasks of sampled masks have
+FORM_REWARDS = ("matched", "format")  # components of loop 2 and of `Referring` beside their own
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,10 @@ class MaskOptions:
 
 
 class MaskAnswers(Task):
-    """Base of loop 2 and of `Referring`: the policy answers a caption with a sampled mask."""
+    """Base of the tasks whose action is a sampled mask.
+
+    They are loop 2, `Referring` and `GroundedCaptioning`.
+    """
 
     family = "sa2va"
 
@@ -63,13 +66,13 @@ class MaskAnswers(Task):
         if options.think:  # evaluations ask the same question
             self.measure = partial(measure_phrases, wording=self.wording)
 
-    def weigh(self, weights: dict[str, float]):
+    def set_reward_weights(self, weights: dict[str, float]):
         if self.options.think:
             weights = {"format": FORMAT_WEIGHT} | weights
-        super().weigh(weights)
-        self.action.one_by_one = "matched" in self.components
+        super().set_reward_weights(weights)
+        self.action.one_by_one = "matched" in self.weighted_components
 
-    def complete(
+    def add_form_rewards(
         self, rollout: Rollout, rewards: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Return rewards {component: (N,)} of masks with those of FORM_REWARDS that have a weight.
@@ -80,14 +83,14 @@ class MaskAnswers(Task):
         format is 1 of an empty mask and 0 of another one.
         """
         batch, latents, counts = rollout.batch, rollout.latents, {}
-        if "matched" in self.components:
+        if "matched" in self.weighted_components:
             device = self.context.policy.device
-            regions = rollout.of_rows([to_device(masks, device) for masks in batch.regions])
-            counts = matched_rewards(latents.each, regions)
+            regions = rollout.repeat_for_rows([to_device(masks, device) for masks in batch.regions])
+            counts = matched_rewards(latents.seg_masks, regions)
             rewards = rewards | {"matched": counts.pop("matched")}
-        no_target = rollout.of_rows(batch.no_target)
-        rewards = with_none_reward(rewards, rewards, latents.masks, no_target) | counts
-        if "format" in self.components:
+        no_target = rollout.repeat_for_rows(batch.no_target)
+        rewards = with_no_target_reward(rewards, latents.masks, no_target) | counts
+        if "format" in self.weighted_components:
             rewards["format"] = thinking_rewards(rollout.texts)
         return rewards
 
@@ -99,5 +102,5 @@ class MaskAnswers(Task):
 
     def questions(self, rollout: Rollout) -> list[str]:
         """Return the N texts of the prompts."""
-        captions = rollout.of_rows(rollout.batch.captions)
+        captions = rollout.repeat_for_rows(rollout.batch.captions)
         return [self.wording.replace("{x}", phrase(text)) for text in captions]

@@ -7,7 +7,7 @@ import torch
 from rl_train.config.flags import WEIGHT, flag
 from rl_train.policies.sa2va_queries import RowMasks, segment_model_captions
 from rl_train.rewards import mask_iou
-from rl_train.rewards.captions import CAPTION_REWARDS, JUDGE_SHARES, caption_rewards
+from rl_train.rewards.captions import CAPTION_REWARDS, JUDGE_WEIGHTS, caption_rewards
 from rl_train.rewards.iou import ON_TARGET
 from rl_train.rollout import Batch, RewardOutput, Rollout
 from rl_train.tasks.base import Task, TaskContext
@@ -42,7 +42,7 @@ class MaskCaptionMask(Task):
 
     def __init__(self, options: Options, context: TaskContext):
         self.options, self.context, self.loss_weight = options, context, options.weight
-        self.weigh({"iou": 1.0} | (JUDGE_SHARES if context.judges_by_default else {}))
+        self.set_reward_weights({"iou": 1.0} | (JUDGE_WEIGHTS if context.judges_by_default else {}))
 
     def prompts(self, batch: Batch, images: ImageFeatures) -> Prompts:
         """Return the question for a caption of each sample's region."""
@@ -64,7 +64,7 @@ class MaskCaptionMask(Task):
         A caption without words has an empty mask and is not asked about; a reply without [SEG]
         gives an empty mask too.
         """
-        by_mask = set(self.mask_components) & set(self.components)
+        by_mask = set(self.mask_components) & set(self.weighted_components)
         if not by_mask and not self.context.user_rewards:
             return None
         with self.context.roles.use("teacher"):
@@ -79,13 +79,16 @@ class MaskCaptionMask(Task):
 
     def compare(self, rollout: Rollout, teacher_masks: RowMasks | None) -> RewardOutput:
         """Compare the teacher's masks with the regions, and the captions with the true ones."""
-        captions, targets = rollout.of_rows(rollout.batch.captions), self.true_masks(rollout)
+        captions, targets = (
+            rollout.repeat_for_rows(rollout.batch.captions),
+            self.true_masks(rollout),
+        )
         rewards = {}
         if teacher_masks is None:  # pictures have the regions
             teacher_masks = RowMasks(targets, torch.zeros(len(targets)))
         else:
             rewards["iou"] = mask_iou(teacher_masks.masks, targets)
-        rewards |= caption_rewards(self.components, captions, rollout.texts, self.context)
+        rewards |= caption_rewards(self.weighted_components, captions, rollout.texts, self.context)
         return RewardOutput(
             rewards,
             teacher_masks.masks,

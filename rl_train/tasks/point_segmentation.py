@@ -257,7 +257,7 @@ class PointSegmentation(PointTask):
         weights = {"iou": 1.0, "format": options.format_weight}
         if is_published:
             weights = dict.fromkeys(REWARD_SETS[options.reward_set][1], 1.0)
-        self.weigh(weights | negatives)
+        self.set_reward_weights(weights | negatives)
 
     def own_rewards(self, rollout: Rollout) -> RewardOutput:
         """Return `point_rewards` of the masks by SAM2 of the answers, at the image's own size.
@@ -284,19 +284,19 @@ class PointSegmentation(PointTask):
         ]
         targets = [mask.to(policy.device) for mask in batch.masks]  # B
         if batch.has_masks:
-            confused = rollout.of_rows(self.confused_regions(policy, features, targets))
-            targets = rollout.of_rows(targets)  # N
+            confused = rollout.repeat_for_rows(self.confused_regions(policy, features, targets))
+            targets = rollout.repeat_for_rows(targets)  # N
             rewards = point_rewards(answers, well_formed, masks, without, targets, confused)
-            if "matched" in self.components:
+            if "matched" in self.weighted_components:
                 rewards |= self.matched_rewards(rollout, answers)
         else:
-            targets = rollout.of_rows(targets)  # N, empty
-            true_prompts = rollout.of_rows(self.solutions_in_pixels(batch))
+            targets = rollout.repeat_for_rows(targets)  # N, empty
+            true_prompts = rollout.repeat_for_rows(self.solutions_in_pixels(batch))
             rewards = box_rewards(answers, well_formed, true_prompts)
         if self.options.reward_set in REWARD_SETS:
             rewards |= self.published_rewards(rollout)
-        captions = rollout.of_rows(batch.captions)
-        solutions = rollout.of_rows(batch.solutions or [None] * len(batch))
+        captions = rollout.repeat_for_rows(batch.captions)
+        solutions = rollout.repeat_for_rows(batch.solutions or [None] * len(batch))
         reasons, repairs = [p.reason for p in parsed], [p.repairs for p in parsed]
         return RewardOutput(
             rewards,
@@ -329,7 +329,7 @@ class PointSegmentation(PointTask):
             self.options.sam_passes,
         )
         masks = iter(without if self.options.hide_negatives else with_negatives)
-        regions = rollout.of_rows([each.to(policy.device) for each in batch.regions])
+        regions = rollout.repeat_for_rows([each.to(policy.device) for each in batch.regions])
         each = [
             torch.stack([next(masks) for _ in group]) if group else true[:0]
             for group, true in zip(groups, regions)
@@ -360,6 +360,6 @@ class PointSegmentation(PointTask):
         return published_rewards(
             reward_set,
             rollout.texts,
-            rollout.of_rows(solutions),
+            rollout.repeat_for_rows(solutions),
             [scales[i] for i in rollout.prompts.image_index],
         )

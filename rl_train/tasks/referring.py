@@ -27,7 +27,7 @@ class Referring(MaskAnswers):
 
     def __init__(self, options: Options, context: TaskContext):
         super().__init__(options, context)
-        self.weigh({"iou": 1.0})
+        self.set_reward_weights({"iou": 1.0})
 
     def own_rewards(self, rollout: Rollout) -> RewardOutput:
         """Return {"iou", "box_iou", "centre": (N,)} of the sampled masks with the true ones.
@@ -38,12 +38,12 @@ class Referring(MaskAnswers):
         """
         latents, targets = rollout.latents, self.true_masks(rollout)
         rewards = {"iou": mask_iou(latents.masks, targets)}
-        if "box_iou" in self.components:
+        if "box_iou" in self.weighted_components:
             rewards["box_iou"] = mask_box_iou(latents.masks, targets)
-        if "centre" in self.components:
+        if "centre" in self.weighted_components:
             rewards["centre"] = centre_closeness(latents.masks, targets)
         return RewardOutput(
-            self.complete(rollout, rewards),
+            self.add_form_rewards(rollout, rewards),
             latents.masks,
             targets,
             self.questions(rollout),

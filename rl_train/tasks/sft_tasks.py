@@ -188,10 +188,10 @@ class ReferringSegmentation(SFTTask):
         for caption in captions[: self.turns - 1]:
             wording = SEGMENT_WORDINGS[rng.integers(len(SEGMENT_WORDINGS))]
             question = policy.prompts.next_turn(phrase(caption), wording)
-            said = policy.prompts.answer(self.answers[rng.integers(len(self.answers))])
-            if len(conversation.ids) + len(question) + len(said) > limit:
+            answer_ids = policy.prompts.answer(self.answers[rng.integers(len(self.answers))])
+            if len(conversation.ids) + len(question) + len(answer_ids) > limit:
                 break
-            conversation.add(question, said)
+            conversation.add(question, answer_ids)
         return conversation
 
     def loss_terms(
@@ -266,8 +266,9 @@ class GroundedCaptions(SFTTask):
         logits = policy.decode_masks(features, image, prompts)  # (M, h, w)
         resized = resize_masks(targets, logits)
         counts = Counter(image)
-        shares = torch.tensor([1 / counts[i] for i in image], device=logits.device)
-        loss = (resized_mask_loss(logits, resized) * shares).sum() / rows
+        # Each example weighs 1, whatever its number of masks.
+        mask_weights = torch.tensor([1 / counts[i] for i in image], device=logits.device)
+        loss = (resized_mask_loss(logits, resized) * mask_weights).sum() / rows
         iou = mask_iou(logits > 0, resized > 0, 1.0)
         return [loss], dict(mask_loss=loss.detach(), mask_iou=(iou.sum(), len(iou)))
 

@@ -1,1 +1,1 @@
-"""Random numbers, files, hub downloads and checks for non-finite outputs."""
+"""Command lines, files, objects by name, random numbers, checks for NaN, words about numbers."""

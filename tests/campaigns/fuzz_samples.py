@@ -195,7 +195,7 @@ class Fuzz:
         question = (self.policy, images, [0], batch.masks, batch.captions)
         assert 0 < caption_likelihood(*question, 64).item() <= 1, where
         prompts = self.policy.segment_prompts(images, [0], batch.captions)
-        hidden = self.policy.read(images, prompts)
+        hidden = self.policy.last_hidden_states(images, prompts)
         assert np.isfinite(hidden.numpy()).all() and hidden.abs().sum() > 0, where
         self.counts["forward"] += 1
 

@@ -12,29 +12,29 @@ from rl_train.tasks.sft_tasks import RegionCaptions
 from rl_train.utils.io import read_json
 from tests.ranks import forked
 from tests.runs import curve, distance, on_one_core, weights
-from tests.supervised import ALL, TakesNothing, built, run
+from tests.supervised import ALL, built, run
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
 
 
 def test_a_copy_is_kept_for_whom_asks_it(data, tmp_path):
-    """The project's own tasks ask none; a user's class says that it does."""
+    """The project's own supervised tasks ask no teacher; a user's class may."""
     made = built(data, tmp_path)
     assert made.state.roles.copies == {}
-    with pytest.raises(ValueError, match="kept: asks_teacher, asks_reference"):
+    with pytest.raises(ValueError, match="the class of a task says asks_teacher"):
         with made.state.roles.use("reference"):
             pass
     copies = {
         asks: build.roles_to_keep(dict(task=kind), samples)
         for asks, samples, kind in (
             ("reinforcement", True, RegionCaptions),
-            ("a user's", False, TakesNothing),
+            ("supervised", False, RegionCaptions),
             ("a teacher's", False, SimpleNamespace(asks_teacher=True)),
         )
     }
     assert copies == {
         "reinforcement": ("reference",),
-        "a user's": ("reference",),
+        "supervised": (),
         "a teacher's": ("teacher", "reference"),
     }
 

@@ -17,7 +17,7 @@ from rl_train.config.flags import (
 from rl_train.config.flags_page import render_page
 from rl_train.config.grpo_config import CONFIG_CLASSES, PolicyConfig
 from rl_train.config.saved import ADDED
-from rl_train.config.sft_config import ALL_PARTS
+from rl_train.config.sft_config import ALL_CONFIG_CLASSES
 from rl_train.run.error_report import remedy
 from rl_train.sft import SFT
 from rl_train.tasks import TASKS, PointSegmentation
@@ -26,7 +26,7 @@ from rl_train.utils.io import read_json, write_json
 from tests.runs import CHECKPOINT, ROOT, complaint_of, flags, unmeasured
 
 one_core = pytest.fixture(autouse=True)(unmeasured)
-CLASSES = [*ALL_PARTS, *(task.Options for task in TASKS.values())]
+CLASSES = [*ALL_CONFIG_CLASSES, *(task.Options for task in TASKS.values())]
 ALIASES = [(alias, ours) for ours, n in flags_with("aliases", CLASSES).items() for alias in n]
 
 

@@ -373,9 +373,9 @@ def check_order():
     engine = Engine(llm, pad_id=0, gradient_checkpointing=True)
     engine.shard(host_mesh(ranks.device))
     with pytest.raises(AssertionError, match=r"call unshard\(\) before"):
-        engine.read(*prompts(llm))
+        engine.last_hidden_states(*prompts(llm))
     engine.unshard()
-    assert engine.read(*prompts(llm)).isfinite().all()
+    assert engine.last_hidden_states(*prompts(llm)).isfinite().all()
     ids = torch.zeros(3, 2, dtype=torch.long)
     with pytest.raises(AssertionError, match=r"reshard\(\) before"):
         engine.score(*prompts(llm), torch.arange(3), ids, ids == 0)

@@ -42,7 +42,8 @@ def test_the_command_holds_pictures_out_whole(tmp_path, monkeypatch):
         dict(image=Image.new("RGB", (4, 3), (k % 50, 0, 0)), mask=mask, caption=str(k), category="")
         for k in range(150)
     ]
-    write_gar(rows, tmp_path / "gar")
+    (tmp_path / "my_data").mkdir()
+    write_gar(rows, tmp_path / "my_data" / "regions")
     monkeypatch.chdir(tmp_path)
     command = re.search(r"python -m tools.convert_data (.*)  #", TEXT)
     convert_data.main(shlex.split(command[1]))

@@ -84,10 +84,10 @@ def test_prompts_that_begin_alike_share_their_forward(engine, monkeypatch, token
     assert_same(shared, plain)
     assert tokens == [sum(lengths) - sum(same)]
     with fast(engine):
-        ends = engine.read(embeds, mask, num_last=2, shared_prefix_lengths=same)
-        alone = engine.read(embeds, mask, num_last=2)
+        ends = engine.last_hidden_states(embeds, mask, num_last=2, shared_prefix_lengths=same)
+        alone = engine.last_hidden_states(embeds, mask, num_last=2)
     assert tokens[1:] == [sum(lengths) - sum(same), sum(lengths)]
-    plain = engine.read(embeds, mask, num_last=2)
+    plain = engine.last_hidden_states(embeds, mask, num_last=2)
     assert plain.shape == (5, 2, 64) and len(tokens) == 3
     torch.testing.assert_close(ends, plain, atol=1e-4, rtol=0)
     torch.testing.assert_close(alone, plain, atol=1e-4, rtol=0)

@@ -63,13 +63,13 @@ def written(**how):
 def sizes(monkeypatch):
     """(rows of a prefix, LoRAs) of each graph that was run; unused rows do not count."""
     monkeypatch.setattr(packing, "SLOTS_PER_ROW", 0)
-    seen, real = [], decode.Graph.run
+    seen, real = [], decode.DecodeGraph.run
 
     def run(graph, *args):
         seen.append((graph.rows_per_prefix, graph.num_loras))
         return real(graph, *args)
 
-    monkeypatch.setattr(decode.Graph, "run", run)
+    monkeypatch.setattr(decode.DecodeGraph, "run", run)
     return seen
 
 
@@ -84,7 +84,7 @@ def check(engine, first, own, second, other, sizes, expected_sizes, roles=None, 
     with way(engine):
         with roles.second():
             delayed = engine.generate(*second, **other, delay=True)
-        engine.read(*first)  # another forward of the first role in between
+        engine.last_hidden_states(*first)  # another forward of the first role in between
         together = engine.generate(*first, **own)
         answered = delayed.completions is not None
         second_found = delayed.read()

@@ -19,7 +19,7 @@ def engine():
     """One that has taken its model over."""
     engine = Engine(tiny_llm(vocab_size=301), pad_id=1)
     with fast(engine):
-        engine.read(*prompts(engine.language_model))
+        engine.last_hidden_states(*prompts(engine.language_model))
     return engine
 
 
@@ -77,14 +77,14 @@ def test_a_model_that_is_changed_without_release_is_an_error(engine):
         for change in (merge, disable, replace):
             change(False)
             with pytest.raises(AssertionError, match="release"):
-                engine.read(*prompts(model))
+                engine.last_hidden_states(*prompts(model))
             change(True)
-            engine.read(*prompts(model))
+            engine.last_hidden_states(*prompts(model))
         model.double().float()  # as `.to(device)` does
         with pytest.raises(AssertionError, match="release"):
-            engine.read(*prompts(model))
+            engine.last_hidden_states(*prompts(model))
         engine.release()
-        engine.read(*prompts(model))
+        engine.last_hidden_states(*prompts(model))
 
 
 def test_the_check_costs_next_to_nothing(engine):

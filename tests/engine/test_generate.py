@@ -7,7 +7,7 @@ import torch
 from transformers import AutoTokenizer, Qwen2Config
 
 from rl_train.engine import Engine, StopText, hf_backend
-from rl_train.engine.hf_backend import follow, hidden_states
+from rl_train.engine.hf_backend import append_token_embeds, hidden_states
 from rl_train.engine.packing import positions
 from rl_train.engine.sampling import SamplingParams
 from tests.engine.tiny import DEMO, ends_with, fast, prompts, slow, tiny_llm
@@ -116,7 +116,7 @@ def test_greedy_is_argmax(engine, way):
     drawn, llm = generate(engine, way, (embeds, mask), max_new_tokens=6), engine.language_model
     for t in range(drawn.ids.shape[1]):
         with torch.no_grad():
-            longer = follow(llm, embeds, drawn.ids[:, :t])
+            longer = append_token_embeds(llm, embeds, drawn.ids[:, :t])
             seen = torch.cat([mask, torch.ones(3, t, dtype=mask.dtype)], 1)
             logits = llm.lm_head(hidden_states(llm, longer, seen, positions(seen))[:, -1])
         assert torch.equal(drawn.ids[:, t], logits.argmax(-1))

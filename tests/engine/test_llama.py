@@ -48,13 +48,13 @@ def test_a_long_call_of_the_modules_changes_nothing(llm):
     """Dynamic rotary embeddings stretch in the modules; the engine stays below their limit."""
     engine, (embeds, mask) = Engine(llm, pad_id=0), prompts(llm)
     with fast(engine):
-        before = engine.read(embeds, mask)
+        before = engine.last_hidden_states(embeds, mask)
     engine.release()
     rotary = llm.model.rotary_emb
     llm(input_ids=torch.zeros(1, 100, dtype=torch.long))
     assert not torch.equal(rotary.inv_freq, rotary.original_inv_freq)
     with fast(engine):
-        assert torch.equal(engine.read(embeds, mask), before)
+        assert torch.equal(engine.last_hidden_states(embeds, mask), before)
         with pytest.raises(ValueError, match="70 tokens .* max_position_embeddings of 64"):
-            engine.read(embeds[:1, :1].expand(1, 70, -1), mask.new_ones(1, 70))
+            engine.last_hidden_states(embeds[:1, :1].expand(1, 70, -1), mask.new_ones(1, 70))
     engine.release()

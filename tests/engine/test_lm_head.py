@@ -101,12 +101,14 @@ def test_compiled_for_mark_rows_dynamic_of_tokens(head):
         graphs.append(graph)
         return graph.forward
 
-    kernel = torch.compile(head_module._read, backend=backend)
+    kernel = torch.compile(head_module._logps_and_derivative, backend=backend)
     for many, dtype in enumerate((None, torch.bfloat16)):
         for rows in (7, 5, 2):
             logits, how = head.hidden[:rows] @ padded.t(), (0.7, 50, dtype)
             found = kernel(*mark_rows_dynamic(logits, head.ids[:rows].clone()), *how)
-            torch.testing.assert_close(found, head_module._read(logits, head.ids[:rows], *how))
+            torch.testing.assert_close(
+                found, head_module._logps_and_derivative(logits, head.ids[:rows], *how)
+            )
             assert len(found) == 2 + many and all(len(part) == rows for part in found)
             assert not any(by_logits[:, 50:].any() for by_logits in found[2:])
         assert len(graphs) == many + 1

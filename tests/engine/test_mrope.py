@@ -187,8 +187,10 @@ def test_prompts_of_one_image_share_it(vl, work):
     shared = [0, int(mask[1].sum()) - 3]
     inputs = dict(num_last=4, position_ids=positions)
     with fast(engine):
-        found = engine.read(embeds, mask, shared_prefix_lengths=shared, **inputs)
-    torch.testing.assert_close(found, engine.read(embeds, mask, **inputs), atol=1e-5, rtol=0)
+        found = engine.last_hidden_states(embeds, mask, shared_prefix_lengths=shared, **inputs)
+    torch.testing.assert_close(
+        found, engine.last_hidden_states(embeds, mask, **inputs), atol=1e-5, rtol=0
+    )
 
 
 def test_states_before_the_final_norm(vl, work):
@@ -206,7 +208,7 @@ def test_states_before_the_final_norm(vl, work):
         with way(one), torch.no_grad():
             drawn = one.generate(embeds, mask, position_ids=positions, **how)
             scores = one.score(embeds, mask, prompt, drawn.ids, drawn.valid, positions)
-            ends = one.read(embeds, mask, position_ids=positions)
+            ends = one.last_hidden_states(embeds, mask, position_ids=positions)
             assert torch.allclose(
                 one.logps(ends[:, 0], drawn.ids[::G, 0]), drawn.logp[::G, 0], atol=1e-5
             )
@@ -233,11 +235,13 @@ def test_features_that_a_family_does_not_add_are_an_error(vl, work):
     wide = torch.cat([embeds, torch.zeros_like(embeds)], -1)
     with fast(engine):
         if engine.fused(embeds).family.deepstack:
-            found, alone = (engine.read(x, mask, position_ids=positions) for x in (wide, embeds))
+            found, alone = (
+                engine.last_hidden_states(x, mask, position_ids=positions) for x in (wide, embeds)
+            )
             torch.testing.assert_close(found, alone)
         else:
             with pytest.raises(AssertionError, match="embeddings of 256 numbers, not 128"):
-                engine.read(wide, mask, position_ids=positions)
+                engine.last_hidden_states(wide, mask, position_ids=positions)
     engine.release()
 
 

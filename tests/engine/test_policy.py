@@ -117,7 +117,7 @@ def test_a_released_model_is_saved_as_it_was(policy, images, tmp_path):
     model = policy()
     prompts = model.segment_prompts(images, [0], ["a circle"])
     with fast(model.engine):
-        model.read(images, prompts)
+        model.last_hidden_states(images, prompts)
     model.peft.unload()
     with pytest.raises(RuntimeError, match="entire storage"):
         model.model.save_pretrained(tmp_path / "fused")

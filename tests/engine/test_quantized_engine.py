@@ -43,7 +43,7 @@ def test_one_layers_matrices_exist_at_a_time(choice):
     before = {name: value.clone() for name, value in llm.state_dict().items()}
     engine = Engine(llm, pad_id=1)
     with fast(engine):
-        engine.read(*prompts(llm))
+        engine.last_hidden_states(*prompts(llm))
         layers = engine.fused(llm.lm_head.weight).layers
     for groups in zip(*(layer.linears for layer in layers)):
         assert len({group.copied.weight.data_ptr() for group in groups}) == 1
@@ -56,10 +56,10 @@ def test_a_cast_without_release_is_an_error(choice):
     llm = quantized_llm(choice)
     engine = Engine(llm, pad_id=1)
     with fast(engine):
-        engine.read(*prompts(llm))
+        engine.last_hidden_states(*prompts(llm))
         llm.to(torch.bfloat16)
         with pytest.raises(AssertionError, match="release"):
-            engine.read(*prompts(llm))
+            engine.last_hidden_states(*prompts(llm))
 
 
 def test_linears_of_which_some_are_quantised_take_the_modules(choice):

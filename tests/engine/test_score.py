@@ -9,7 +9,7 @@ import torch
 from rl_train import grpo
 from rl_train.engine import Engine, hf_backend
 from rl_train.engine import lm_head as head_module
-from rl_train.engine.hf_backend import follow, hidden_states
+from rl_train.engine.hf_backend import append_token_embeds, hidden_states
 from rl_train.engine.packing import input_mask, positions
 from tests.engine.tiny import fast, make, prompts, slow, tiny_llm, trained
 
@@ -39,7 +39,9 @@ def plain(engine, embeds, mask, prompt, ids, valid):
     """(logp, entropy, hidden at the fed tokens) of a full sequence a row, with all logits."""
     llm, length = engine.language_model, mask.shape[1]
     mask = torch.cat([mask[prompt], valid.to(mask.dtype)], dim=1)
-    hidden = hidden_states(llm, follow(llm, embeds[prompt], ids), mask, positions(mask))
+    hidden = hidden_states(
+        llm, append_token_embeds(llm, embeds[prompt], ids), mask, positions(mask)
+    )
     logits = llm.lm_head(hidden[:, length - 1 : -1])
     logp = grpo.token_logps_from_logits(logits, ids, TEMPERATURE)
     entropy = torch.distributions.Categorical(logits=logits / TEMPERATURE).entropy().detach()
@@ -136,7 +138,7 @@ def test_reads_and_scores_without_gradient(engine, way, num_last):
     embeds, mask = prompts(engine.language_model)
     ids = answers([num_last] * 3, num_last)[0]
     with way(engine):
-        hidden = engine.read(embeds, mask, num_last=num_last)
+        hidden = engine.last_hidden_states(embeds, mask, num_last=num_last)
         logps = engine.logps(hidden.flatten(0, 1), ids.flatten())
     assert hidden.shape == (3, num_last, 64) and not logps.requires_grad
     expected = hidden_states(engine.language_model, embeds, mask, positions(mask))[:, -num_last:]

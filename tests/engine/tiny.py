@@ -72,7 +72,7 @@ def ends_with(ids, vocab=SIZES["vocab_size"]) -> StopText:
     stop = StopText.__new__(StopText)
     stop.table = torch.arange(2).repeat(vocab, 1)
     stop.table[ids] = 1
-    stop.stopped, stop.eos_id = 1, None
+    stop.first_stop_state, stop.eos_id = 1, None
     return stop
 
 

@@ -20,7 +20,7 @@ from rl_train.loggers.pictures import (
     POSITIVE,
     PREDICTED,
     REGION,
-    HeldOutAnswer,
+    EvalAnswer,
     evaluation_picture,
     rollout_picture,
     small_mask,
@@ -97,7 +97,7 @@ def test_a_mask_is_seen_on_any_color(color):
     target = torch.zeros(60, 60, dtype=torch.bool)
     target[20:40, 20:40] = True
     image = Image.new("RGB", (60, 60), color)
-    answers = [HeldOutAnswer("base", target, 1.0, "a"), HeldOutAnswer("policy", ~target, 0.0, "b")]
+    answers = [EvalAnswer("base", target, 1.0, "a"), EvalAnswer("policy", ~target, 0.0, "b")]
     picture = evaluation_picture(image, target, "a square", answers).astype(int)
     assert picture.shape == (420 + 2 * LINE_HEIGHT + 8, 3 * 420 + 2 * 8, 3)
     for left, contour in ((0, REGION), (428, PREDICTED)):
@@ -112,7 +112,7 @@ def test_a_mask_is_seen_on_any_color(color):
 
 def test_long_texts_stay_under_their_panel():
     target = torch.ones(10, 10, dtype=torch.bool)
-    answers = [HeldOutAnswer("base", target, 0.5, "word " * 40)]
+    answers = [EvalAnswer("base", target, 0.5, "word " * 40)]
     picture = evaluation_picture(Image.new("RGB", (10, 10)), target, "a", answers)
     num_lines = 1 + 4  # the title; 40 words of five letters, ten a line of 50
     assert picture.shape == (420 + num_lines * LINE_HEIGHT + 8, 848, 3)
@@ -135,7 +135,7 @@ def test_the_overview_has_the_loops_side_by_side():
         "loop2: reward": ["Multiline", ["^loop2/reward_mean$"]],
     }
     assert list(layout["loss"]) == ["loop1: loss", "loop2: loss"]
-    held_out = layout["held out: policy (eval) and teacher (eval_ema)"]["IoU of masks"]
+    held_out = layout["evaluation: policy (eval) and teacher (eval_ema)"]["IoU of masks"]
     assert held_out[1][:2] == ["^eval/seg_iou$", "^eval_ema/seg_iou$"]
     supervised = overview_layout(["region_captions"], samples_answers=False)
     assert supervised["loss"] == {

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl_train import grpo
-from rl_train.engine.hf_backend import follow
+from rl_train.engine.hf_backend import append_token_embeds
 from rl_train.policies.sa2va_queries import describe
 from rl_train.roles import Roles
 from rl_train.tasks import MaskCaptionMask
@@ -170,7 +170,7 @@ def test_a_sampled_image_token_is_a_plain_token(model, images, prompts, answers)
     assert scores.logp.isfinite().all()
     with torch.no_grad():
         embeds, mask, _ = model.embed(images, prompts, ids.shape[1])
-        embeds = follow(model.model.language_model, embeds, ids)
+        embeds = append_token_embeds(model.model.language_model, embeds, ids)
     own = model.model.language_model.get_input_embeddings().weight[model.model.img_context_id]
     assert torch.equal(embeds[1, mask.shape[1] + 3], own)
     kept = score(model, images, prompts, answers)

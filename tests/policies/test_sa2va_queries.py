@@ -101,7 +101,7 @@ def test_a_mask_is_the_union_of_what_the_teacher_says(model, images, batch, monk
     # Of [SEG], states that find something: the region, another object, the region again.
     asked = model.segment_prompts(images, [0] * 3, [batch.captions[0], OTHER, batch.captions[0]])
     forced = asked.followed_by([model.prompts.forced_answer] * 3)
-    hidden[[0, 0, 1], [1, 2, 2]] = model.read(images, forced)[:, 0]
+    hidden[[0, 0, 1], [1, 2, 2]] = model.last_hidden_states(images, forced)[:, 0]
     every = torch.ones(3, 4, dtype=torch.bool)
     said = Completions(ids, torch.zeros(3, 4), every, every[:, 0], hidden)
     monkeypatch.setattr(model.engine, "generate", lambda *_, **__: said)
@@ -142,10 +142,10 @@ def test_masks_of_rows_together_are_those_of_each_alone(model, images, monkeypat
         each = [upsample_masks(x[None], model.processor.sam_size, (height, width)) > 0 for x in own]
         union = sum(each, torch.zeros(1, height, width, dtype=torch.bool))[0]
         assert torch.equal(found.masks[row], union) and union.any() == (segs[row] > 0)
-        assert found.each[row].shape == (segs[row], height, width)
-        assert all(map(torch.equal, found.each[row], (mask[0] for mask in each)))
+        assert found.seg_masks[row].shape == (segs[row], height, width)
+        assert all(map(torch.equal, found.seg_masks[row], (mask[0] for mask in each)))
         alone = row_masks(model, images, [i], [0] * segs[row], own)
-        assert torch.equal(alone.masks[0], union) and alone.each is None
+        assert torch.equal(alone.masks[0], union) and alone.seg_masks is None
         assert found.confidence[row] == pytest.approx(alone.confidence[0], abs=1e-6)
         assert (found.confidence[row] > 0) == (segs[row] > 0)
     assert len(set(found.confidence)) == 1 + 6  # one of rows without [SEG], the others differ
@@ -238,7 +238,7 @@ def test_only_the_first_tokens_of_a_long_caption_count(model, images, batch):
 
 
 def test_an_empty_mask_is_not_asked_about(model, images, batch, monkeypatch):
-    monkeypatch.setattr(model, "read", None)
+    monkeypatch.setattr(model, "last_hidden_states", None)
     empty = [torch.zeros_like(mask) for mask in batch.masks[:2]]
     likelihoods = caption_likelihood(model, images, [0, 1], empty, batch.captions[:2], 64)
     assert likelihoods.tolist() == [0, 0]

@@ -128,7 +128,7 @@ def test_an_image_with_a_region_is_encoded_once(policy, batch, monkeypatch):
     images = policy.encode(batch)
     prompts = policy.describe_prompts(images, [0, 1, 1, 0], batch.inputs.prompt_masks[[0, 1, 1, 0]])
     for _ in range(2):
-        policy.read(images, prompts)
+        policy.last_hidden_states(images, prompts)
     assert encoded == [4, 1, 1]
     # Segmentation sees the image without a region.
     segment = policy.segment_prompts(images, [0], batch.captions[:1])
@@ -430,8 +430,8 @@ def test_the_fast_path_equals_the_modules(folder, scenes):
             results[path] = [
                 rollout.logp,
                 policy.score(rollout).logp,
-                policy.read(images, prompts),
-                policy.read(images, drawn),
+                policy.last_hidden_states(images, prompts),
+                policy.last_hidden_states(images, drawn),
                 rollout.hidden[:, :-1][rollout.valid[:, 1:]],
             ]
     policy.engine.release()

@@ -50,10 +50,12 @@ class Task:
         self.reward_weights, self.replies, self.unscored = weights, list(replies), list(unscored)
 
     def rewards(self, rollout: Rollout) -> RewardOutput:
-        regions = rollout.of_rows(rollout.batch.masks)
+        regions = rollout.repeat_for_rows(rollout.batch.masks)
         rewards = dict(iou=mask_iou(rollout.latents, regions))
         if self.replies:
-            rewards["meteor"] = meteor(rollout.of_rows(rollout.batch.captions), self.replies)
+            rewards["meteor"] = meteor(
+                rollout.repeat_for_rows(rollout.batch.captions), self.replies
+            )
         for values in rewards.values():
             values[self.unscored] = NAN
         return RewardOutput(rewards, rollout.latents, regions, replies=self.replies)
@@ -257,7 +259,7 @@ def test_habits_of_negative_points_by_hand(ablation, expected):
 def test_hidden_is_the_reward_of_the_masks_without_negative_points():
     rollout = rollout_of([""] * 4, MASKS, regions=REGIONS)
     without = [mask(40), mask(20), mask(20), mask(40)]
-    outcome = dict(targets=rollout.of_rows(REGIONS), masks_without_negatives=without)
+    outcome = dict(targets=rollout.repeat_for_rows(REGIONS), masks_without_negatives=without)
     found = of_task("points", rollout, "hidden", **outcome)
     assert found.tolist() == pytest.approx([1, 0.5, 1, 0.5])
 

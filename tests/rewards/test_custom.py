@@ -196,7 +196,7 @@ def test_an_answer_that_was_cut_can_be_punished():
         stopped=torch.tensor([True, False]),
         valid=torch.tensor([[True, True, True, False], [True] * 4]),
         batch=Batch([0], [], ["c"], ["i"], [], None),
-        of_rows=lambda values: values * 2,
+        repeat_for_rows=lambda values: values * 2,
     )
     rewards = [UserReward(f"user_rewards:{name}") for name in ("ended", "short")]
     found = add_user_rewards({}, rewards, rollout, ["?"] * 2, [], [])
@@ -212,7 +212,7 @@ def test_a_function_is_given_the_question_and_the_columns_of_a_sample():
         stopped=torch.tensor([True] * 2),
         valid=torch.ones(2, 3, dtype=torch.bool),
         batch=batch,
-        of_rows=lambda values: values * 2,
+        repeat_for_rows=lambda values: values * 2,
     )
     seen = {}
 
@@ -246,7 +246,7 @@ def test_two_components_of_one_name_are_refused():
         stopped=torch.tensor([True]),
         valid=torch.tensor([[True]]),
         batch=Batch([0], [], ["c"], ["i"], [], None),
-        of_rows=list,
+        repeat_for_rows=list,
     )
     loss = UserReward("user_rewards:loss")
     with pytest.raises(BadReward, match="--reward: loss is already a component"):

@@ -189,7 +189,7 @@ def test_positions_beyond_the_limit(internlm2, recorded, facts):
     engine = Engine(model.language_model, pad_id=0)
     embeds = model.language_model.get_input_embeddings()(ids)
     with pytest.raises(ValueError, match="100 tokens .* max_position_embeddings of 64"):
-        engine.read(embeds, torch.ones_like(ids))
+        engine.last_hidden_states(embeds, torch.ones_like(ids))
     with pytest.raises(ValueError, match="80 tokens of prompt and answer"):
         engine.generate(
             embeds[:, :60],

@@ -91,8 +91,10 @@ def test_answers_stop_as_their_text_does(folder):
         state = np.int64(0)
         for n, token in enumerate(ids, 1):
             state = stop.table[token, state].item()
-            assert (state >= stop.stopped) == bool(by_text(np.array([ids[:n]]), None)[0]), ids[:n]
-            if state >= stop.stopped:
+            assert (state >= stop.first_stop_state) == bool(
+                by_text(np.array([ids[:n]]), None)[0]
+            ), ids[:n]
+            if state >= stop.first_stop_state:
                 break
 
 

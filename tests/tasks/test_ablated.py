@@ -97,6 +97,6 @@ def test_salient_is_the_iou_with_the_base_s_mask_of_one_phrase(rolled, model, ba
     outcome = task.rewards(rollout)
     images = list(range(len(rollout.batch)))
     masks = segment(model, rollout.features, images, [phrase] * len(images)).masks
-    expected = mask_iou(outcome.masks, rollout.of_rows(masks))
+    expected = mask_iou(outcome.masks, rollout.repeat_for_rows(masks))
     found = AblationReward("salient")(task, rollout, outcome, (0, 0)).rewards["ablation_reward"]
     assert torch.allclose(found, expected, atol=1e-5) and expected.max() > 0

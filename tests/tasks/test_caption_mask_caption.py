@@ -107,7 +107,7 @@ def test_against_another_sample_s_target(model, batch):
         found = AblationReward(kind, caption=wanted[0])(task, rollout, outcome, (0, 0))
         about = replace(rollout, batch=replace(batch, captions=wanted))
         likelihood = torch.tensor([likelihood_by_hand(model, about, row) for row in range(8)])
-        by_hand = 0.5 * likelihood + 0.5 * meteor(about.of_rows(wanted), outcome.replies)
+        by_hand = 0.5 * likelihood + 0.5 * meteor(about.repeat_for_rows(wanted), outcome.replies)
         assert torch.allclose(found.rewards["ablation_reward"], by_hand, atol=1e-5)
         assert not torch.allclose(found.rewards["likelihood"], likelihood, atol=1e-3)
 
@@ -135,7 +135,7 @@ def test_with_a_judge_and_a_reward_of_the_users_own(model, batch, tmp_path, monk
     judge, reward = Judge(), UserReward("of_loop_2:ones", 2.0)
     context = TaskContext(model, Roles(model.trainable), STEPS, judge, (reward,))
     task = CaptionMaskCaption(Options(latent_std=1.0), context)
-    task.weigh({"meteor": 0.25, "judge": 0.75})
+    task.set_reward_weights({"meteor": 0.25, "judge": 0.75})
     assert task.reward_weights == {"meteor": 0.25, "judge": 0.75, "ones": 2.0}
     rollout = roll(model, task, batch)
     outcome = task.rewards(rollout)

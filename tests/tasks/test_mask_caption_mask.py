@@ -35,7 +35,7 @@ def test_it_asks_the_teacher_as_the_flag_says(policy, batch, how):
         roles = Roles(model.trainable)
         task = task_of(model, 1, roles, teacher_answer=how)
         rollout = roll(model, task, batch)
-        rollout.texts[:] = rollout.of_rows(batch.captions)  # of which masks are found
+        rollout.texts[:] = rollout.repeat_for_rows(batch.captions)  # of which masks are found
         rollout.texts[3] = " "  # is not asked about
         for tensor in roles.copies["teacher"].values():
             tensor.mul_(scale)
@@ -66,7 +66,7 @@ def test_it_asks_when_rewards_begin(policy, batch):
     task = task_of(model, 1, roles)
     rollouts = [roll(model, task, batch) for _ in range(2)]
     for rollout, texts in zip(rollouts, (batch.captions, batch.captions[::-1])):
-        rollout.texts[:] = rollout.of_rows(texts)
+        rollout.texts[:] = rollout.repeat_for_rows(texts)
     begun = [task.begin_rewards(rollout) for rollout in rollouts]
     before = [task.rewards(rollout).masks for rollout in rollouts]
     for tensor in roles.copies["teacher"].values():
@@ -106,7 +106,7 @@ def test_a_reward_of_the_object_found_alone(model, batch):
     """It asks the teacher; 1 where its mask lies on the region, 0 on another object or on none."""
     roles = Roles(model.trainable)
     task = task_of(model, 1, roles)
-    task.weigh({"on_target": 1.0})
+    task.set_reward_weights({"on_target": 1.0})
     rollout = roll(model, task, batch)
     # The other object of each image is all that is not its region.
     rollout.batch = replace(batch, distractors=[~mask[None] for mask in batch.masks])

@@ -405,7 +405,7 @@ def test_the_masks_of_several_boxes_are_matched_one_by_one():
     texts += [said(), said(left), said(left, right), "so"]
     context = TaskContext(Policy(), None, 8, names_nothing=True)
     task = PointSegmentation(PointSegmentation.Options(answer_style="visionreasoner"), context)
-    task.weigh({"matched": 1.0})
+    task.set_reward_weights({"matched": 1.0})
     rewards = task.rewards(rollout_of(texts, batch)).rewards
     assert rewards["matched"].tolist() == pytest.approx([1, 1 / 2, 2 / 3, 0, 1, 0, 0, 0])
     assert rewards["missing"].tolist() == [0, 1, 0, 2, 0, 0, 0, 0]

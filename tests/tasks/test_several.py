@@ -60,7 +60,7 @@ def said(model, images, batch, words):
     generator = torch.Generator().manual_seed(0)
     prompts = model.segment_prompts(images, list(range(len(words))), batch.captions)
     forced = prompts.followed_by([model.prompts.forced_answer] * len(words))
-    found = model.read(images, forced)  # (B, 1, C)
+    found = model.last_hidden_states(images, forced)  # (B, 1, C)
     noise = torch.randn(*ids.shape, found.shape[-1], generator=generator)
     return Rollout(
         batch,
@@ -87,13 +87,13 @@ def test_each_seg_has_its_mask_and_the_region_that_it_is_matched_with(model, ima
     rollout = said(model, images, halves, words)
     task = build(model, "referring", "referring.matched=1", latent_std=0.5)
     rollout.latents = latents = task.action.draw(rollout, RowRNG(0, 0, 1, [0, 1, 2, 3], 1))
-    assert [len(masks) for masks in latents.each] == [3, 0, 1, 2]
-    for own, mask in zip(latents.each, latents.masks):
+    assert [len(masks) for masks in latents.seg_masks] == [3, 0, 1, 2]
+    for own, mask in zip(latents.seg_masks, latents.masks):
         assert torch.equal(own.any(0), mask)
     alone = LatentMaskAction(model, 0.5, 0.1).draw(rollout, RowRNG(0, 0, 1, [0, 1, 2, 3], 1))
-    assert alone.each is None and torch.equal(alone.z, latents.z)  # the same numbers are drawn
+    assert alone.seg_masks is None and torch.equal(alone.z, latents.z)  # the same numbers are drawn
     rewards, expected, targets = task.rewards(rollout).rewards, [], []
-    for own, objects in zip(latents.each, halves.objects):
+    for own, objects in zip(latents.seg_masks, halves.objects):
         matching = match(own, objects)
         expected.append(matching.reward)
         pairs = dict(matching.pairs)
@@ -134,7 +134,9 @@ def test_answers_that_think_first_are_asked_for_and_rewarded(model, batch, image
     rewards = task.rewards(rollout).rewards
     assert torch.equal(rewards["format"], thinking_rewards(rollout.texts))
     assert rewards["format"].tolist() == [1] + [0] * 7
-    assert "format" not in build(model, name, f"{task.name}.format=0", think=True).components
+    assert (
+        "format" not in build(model, name, f"{task.name}.format=0", think=True).weighted_components
+    )
     columns = task.measure(model, batch, images, STEPS)
     assert {"seg_iou", "no_seg"} <= set(columns) and "caption_meteor" not in columns
 
@@ -193,9 +195,9 @@ def test_grounded_captions_are_measured_mask_by_mask(model, batch, images, halve
     assert found["gcg_matched"][1] == pytest.approx(found["seg_iou"][1], abs=1e-6)
     assert found["gcg_matched"][0] == pytest.approx(found["gcg_miou"][0] / 2)  # of two regions
     assert found["gcg_recalled"] == [0] * 4  # the answers hold no <p>
-    each = [(len(masks), len(regions)) for masks, regions in found["each"]]
+    each = [(len(masks), len(regions)) for masks, regions in found["mask_pairs"]]
     assert each == [(1, 2), (1, 1), (1, 0), (1, 2)]
-    assert coco.decode(found["each"][1][1][0]).sum() == batch.masks[1].sum()
+    assert coco.decode(found["mask_pairs"][1][1][0]).sum() == batch.masks[1].sum()
 
 
 one_core = pytest.fixture(on_one_core)

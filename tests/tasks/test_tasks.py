@@ -84,7 +84,7 @@ def test_the_users_rewards_are_added_to_a_task_s_own(batch):
     task.context = TaskContext(None, None, 8, None, (UserReward("mine:seen", 0.5, seen),))
     valid = torch.ones(4, 2, dtype=torch.bool)
     rollout = SimpleNamespace(batch=batch, texts=["a"] * 4, stopped=valid[:, 0], valid=valid)
-    rollout.of_rows = lambda values: values
+    rollout.repeat_for_rows = lambda values: values
     rewards = task.rewards(rollout).rewards
     assert {name: values.tolist() for name, values in rewards.items()} == {
         "one": [1] * 4,

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from rl_train.engine import decode_torch, layers
-from rl_train.engine.decode import Graph
+from rl_train.engine.decode import DecodeGraph
 from rl_train.engine.decode_torch import TokenCache
 from rl_train.engine.fused_weights import FusedModel
-from rl_train.engine.layers import Layer, Linears, Norm, Parts, Rotation
+from rl_train.engine.layers import Layer, LayerOps, Linears, Norm, Rotation
 from rl_train.engine.lm_head import product
 
 RECOMPILE_LIMIT = 64  # each size, and each shape that one function meets, is compiled for itself
@@ -45,7 +45,7 @@ def fused_linear(x: torch.Tensor, linears: Linears) -> Sequence[torch.Tensor]:
     return (y + lora_outputs.transpose(0, 1).flatten(1)).to(x.dtype).split(linears.sizes, 1)
 
 
-PARTS = layers.PLAIN._replace(linear=fused_linear)
+FUSED_OPS = layers.TORCH_OPS._replace(linear=fused_linear)
 
 
 def joined_lora(linears: Linears) -> Linears:
@@ -109,19 +109,19 @@ def first(
     slots: torch.Tensor,
 ):
     """Return (residual, q) before attention, of which k and v are stored."""
-    q, k, v = layers.before_attention(residual, layer, rotation, PARTS)
+    q, k, v = layers.before_attention(residual, layer, rotation, FUSED_OPS)
     store(k, v, keys, values, slots)
     return residual, q.contiguous()
 
 
 def between(residual: torch.Tensor, attn_output: torch.Tensor, layer: Layer, *following: Any):
     """Finish the layer of attention `attn_output`, and return `first` of the layer that follows."""
-    return first(layers.after_attention(residual, attn_output, layer, PARTS), *following)
+    return first(layers.after_attention(residual, attn_output, layer, FUSED_OPS), *following)
 
 
 def last(residual: torch.Tensor, attn_output: torch.Tensor, layer: Layer, norm: Norm):
     """Return the last residual (N, C) and its norm, after the attention of the last layer."""
-    residual = layers.after_attention(residual, attn_output, layer, PARTS)
+    residual = layers.after_attention(residual, attn_output, layer, FUSED_OPS)
     return residual, layers.norm(residual, norm)
 
 
@@ -137,7 +137,7 @@ def slots_and_bias(step: torch.Tensor, pad: torch.Tensor, length: int, group: in
     return end - group + row, end, bias[:, None, :, None]
 
 
-class CompiledGraph(Graph):
+class CompiledGraph(DecodeGraph):
     """A decode step whose parts between, before and behind attention are compiled functions.
 
     The LoRA is the one in use when it is made.
@@ -280,12 +280,12 @@ def without(fused: FusedModel, name: str):
         cache.values.index_copy_(2, cache.slot, v[:, :, None])
         return q.contiguous(), None, None
 
-    def parts(cache: TokenCache) -> Parts:
+    def layer_ops(cache: TokenCache) -> LayerOps:
         replaced = dict(norm=norm, gate=gate, heads=partial(stored_heads, cache))
         chosen = {part: replaced[part] for part in WITHOUT[name] if part in replaced}
-        return kernels.parts(cache)._replace(**chosen)
+        return kernels.layer_ops(cache)._replace(**chosen)
 
-    ops = vars(fused.decode_ops) | dict(parts=parts)
+    ops = vars(fused.decode_ops) | dict(layer_ops=layer_ops)
     if "attend" in WITHOUT[name]:
         ops["attend"] = attend
     other = copy(fused)

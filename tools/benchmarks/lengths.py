@@ -50,7 +50,7 @@ class Lengths:
 
     def set_end(self, stop: StopText):
         """Let a `StopText` see no end but END, and none at all where all answers are full."""
-        stop.stopped = stop.table.shape[1]  # beyond all states
+        stop.first_stop_state = stop.table.shape[1]  # beyond all states
         stop.eos_id = END if self.mean_std else -1
 
     def forced_uniforms(

@@ -146,9 +146,9 @@ class ForcedPolicy(Sa2VAPolicy):
         self.requests.append(Request(prompts, completions.valid))
         return completions
 
-    def read(self, images: ImageFeatures, prompts: Prompts, num_last: int = 1):
+    def last_hidden_states(self, images: ImageFeatures, prompts: Prompts, num_last: int = 1):
         self.requests.append(Request(prompts))
-        return super().read(images, prompts, num_last)
+        return super().last_hidden_states(images, prompts, num_last)
 
 
 @dataclass

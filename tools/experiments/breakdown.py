@@ -104,8 +104,8 @@ def informedness(counts: np.ndarray) -> float:
 
     NaN if the value is true of all regions, or of none.
     """
-    said, true, said_falsely, false = counts.sum(0)
-    return said / true - said_falsely / false if true and false else float("nan")
+    stated, true, stated_falsely, false = counts.sum(0)
+    return stated / true - stated_falsely / false if true and false else float("nan")
 
 
 def value_counts(
@@ -121,8 +121,8 @@ def value_counts(
         true_values = phrases[reference][attribute]
         if len(true_values) != 1:
             continue
-        true, said = value in true_values, value in phrases[caption][attribute]
-        rows.append([true and said, true, not true and said, not true])
+        true, stated = value in true_values, value in phrases[caption][attribute]
+        rows.append([true and stated, true, not true and stated, not true])
     return np.array(rows, dtype=np.float64).reshape(-1, 4)
 
 
@@ -141,11 +141,11 @@ def by_value(after: dict, before: dict | None, vocabulary: AttributePhrases) -> 
                 and value_counts(after["references"], each["captions"], attribute, value, phrases)
                 for each in (after, before)
             )
-            said, true, said_falsely, false = counts.sum(0).tolist() if len(counts) else [0] * 4
+            stated, true, stated_falsely, false = counts.sum(0).tolist() if len(counts) else [0] * 4
             row = dict(attribute=attribute, value=value, true=int(true))
-            row["said"] = int(said + said_falsely)
+            row["said"] = int(stated + stated_falsely)
             if true and false:
-                row |= dict(tpr=said / true, tnr=1 - said_falsely / false)
+                row |= dict(tpr=stated / true, tnr=1 - stated_falsely / false)
                 row["informedness"] = informedness(counts)
                 row["interval"] = list(bootstrap(counts, statistic=informedness))
             if earlier is not None and true and false:

@@ -46,7 +46,7 @@ class EnsembleLoop1(MaskCaptionMask):
         if not options.listeners:
             raise ValueError("--listeners: name the folders of models that listen too")
         self.listeners = [self._open(folder) for folder in options.listeners]
-        self.weigh({FOUND: 1.0})
+        self.set_reward_weights({FOUND: 1.0})
 
     def _open(self, folder: str) -> Sa2VAPolicy:
         return open_policy(
@@ -68,7 +68,7 @@ class EnsembleLoop1(MaskCaptionMask):
                 "--listeners needs --distractors, to tell whether a mask is on its region"
             )
         outcome = super().own_rewards(rollout)
-        if FOUND not in self.components:
+        if FOUND not in self.weighted_components:
             return outcome
         heard = [outcome.masks, *(self._masks_of(listener, rollout) for listener in self.listeners)]
         found = [on_target(masks, batch.masks, batch.distractors) for masks in heard]

@@ -132,11 +132,11 @@ def cheap_scores(
 ) -> dict[str, torch.Tensor]:
     """Return {score: (N,)} of sampled masks: cheap causes, by which a mask may be picked."""
     policy, batch, masks = regions.policy, rollout.batch, rollout.latents.masks
-    captions, rows = rollout.of_rows(batch.captions), list(range(len(batch)))
+    captions, rows = rollout.repeat_for_rows(batch.captions), list(range(len(batch)))
     salient = segment_generated(policy, features, rows, [SALIENT] * len(rows), regions.tokens).masks
     blank = regions.blank_features()
     prior = caption_likelihood(policy, blank, [0] * len(masks), masks, captions, regions.tokens)
-    neighbours = rollout.of_rows([*batch.captions[1:], batch.captions[0]])
+    neighbours = rollout.repeat_for_rows([*batch.captions[1:], batch.captions[0]])
     image = rollout.prompts.image_index
     of_neighbour = caption_likelihood(policy, features, image, masks, neighbours, regions.tokens)
     in_part = [fraction_in_named_part(mask, text) for mask, text in zip(masks, captions)]
@@ -144,7 +144,7 @@ def cheap_scores(
         "confidence": torch.tensor(rollout.latents.confidence),
         "area": torch.tensor([mask.float().mean().item() for mask in masks]),
         "majority": group_iou(masks, rollout.num_generations),
-        "the most salient object": mask_iou(masks, rollout.of_rows(salient)).cpu(),
+        "the most salient object": mask_iou(masks, rollout.repeat_for_rows(salient)).cpu(),
         "the part named in the phrase": torch.tensor(in_part),
         ANY_OBJECT: best_object_iou(masks, batch.masks, batch.distractors),
         "likelihood of another image's phrase": of_neighbour.cpu(),
@@ -163,7 +163,7 @@ def choose(
     require_wordnet()
     options = CaptionMaskCaption.Options(latent_std=latent_std, mask_loss_coef=0.0)
     task = CaptionMaskCaption(options, TaskContext(training.policy, OneModel(), training.tokens))
-    task.weigh(dict.fromkeys(REWARDS, 0.5))  # all are computed
+    task.set_reward_weights(dict.fromkeys(REWARDS, 0.5))  # all are computed
     task.action.calibrate([batch for batch, _ in training.parts], training.tokens)
     causes = variants_of(training)
     named = {

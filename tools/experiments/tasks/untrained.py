@@ -157,14 +157,14 @@ def sampled_masks(regions: Regions, task: MaskAnswers, num_generations: int) -> 
     for batch, features in tqdm(regions.parts, desc="sampled masks", leave=False, disable=None):
         rollout = sampled(task, batch, features, num_generations)
         masks, device = rollout.latents.masks, regions.policy.device
-        targets = rollout.of_rows([mask.to(device) for mask in batch.masks])
+        targets = rollout.repeat_for_rows([mask.to(device) for mask in batch.masks])
         measures = dict(iou=mask_iou(masks, targets, 1.0).cpu())
         measures["pointed"] = pointed(regions, rollout, features)
         if batch.distractors is not None:
             measures["found"] = on_target(masks, batch.masks, batch.distractors)
-        rows = rollout.of_rows(list(range(len(batch))))
+        rows = rollout.repeat_for_rows(list(range(len(batch))))
         replies = describe(regions.policy, features, rows, masks, regions.tokens)
-        of_replies = meteor(rollout.of_rows(batch.captions), replies)
+        of_replies = meteor(rollout.repeat_for_rows(batch.captions), replies)
         measures |= {"METEOR of the mask's caption, loop 2's reward": of_replies}
         parts.append(measures | cheap_scores(regions, rollout, features))
     regions.check()
