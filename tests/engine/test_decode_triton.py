@@ -156,7 +156,7 @@ def test_choose_compiled_equals_torch(vocab):
     p = torch.softmax(logits[:, :vocab].double() / 1.3, -1)
     table = torch.arange(2, device="cuda").repeat(vocab, 1)
     table[stops : 2 * stops] = 1  # tokens that end the answer
-    stop = SimpleNamespace(stopped=1, eos_id=3, table=table)
+    stop = SimpleNamespace(first_stop_state=1, eos_id=3, table=table)
     stop.step = lambda state, token: StopText.step(stop, state, token)
 
     def rows(uniforms, greedy=False, stop=stop):
