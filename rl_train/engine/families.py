@@ -14,21 +14,22 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLDecoder
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextDecoderLayer
 
 
-def joined(sections: list[int], number: int) -> list[int]:
-    """Return the axis of each of `number` frequencies: sections[0] of axis 0, then those of 1, ..
+def joined(sections: list[int], num_frequencies: int) -> list[int]:
+    """Return the axis of each frequency: sections[0] frequencies of axis 0, then those of 1, ..
 
-    Axes are time, height and width.
+    Axes are time, height and width. The sections add up to `num_frequencies`.
     """
     return [axis for axis, size in enumerate(sections) for _ in range(size)]
 
 
-def interleaved(sections: list[int], number: int) -> list[int]:
-    """Return the axis of each of `number` frequencies, of which axis a has sections[a].
+def interleaved(sections: list[int], num_frequencies: int) -> list[int]:
+    """Return the axis of each frequency, of which axis a has sections[a].
 
-    The axes take turns until a section is used up; the first axis has the rest.
+    The axes alternate until a section is used up; the first axis has the rest.
     """
-    turns = [(i % len(sections), i // len(sections)) for i in range(number)]
-    return [axis if turn < sections[axis] else 0 for axis, turn in turns]
+    num_axes = len(sections)
+    axis_and_round = [(i % num_axes, i // num_axes) for i in range(num_frequencies)]
+    return [axis if round_number < sections[axis] else 0 for axis, round_number in axis_and_round]
 
 
 @dataclass(frozen=True, kw_only=True)

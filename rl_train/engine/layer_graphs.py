@@ -166,7 +166,7 @@ class LayerGraphs:
         max_elements = int(min(MAX_ELEMENTS, memory))
         self.most_tokens = max_elements // self.max_outputs
         # The backward has the gradients of keys once for each query head.
-        self.most_keys = max_elements // layer.qkv_sizes[0]
+        self.max_seqlen_k = max_elements // layer.qkv_sizes[0]
         self.capacity = 0  # tokens for which there is memory
         self.clear()
 
@@ -187,9 +187,9 @@ class LayerGraphs:
     def fit(self, segments: VarlenSegments) -> bool:
         """Return whether padded inputs are small enough for graphs."""
         # Flash attention's backward holds up to 128 tokens more for each segment.
-        num_queries = segments.num_tokens + 128 * len(segments.query_ends)
-        most_keys = max(num_queries, len(segments.keys))
-        return segments.num_tokens <= self.most_tokens and most_keys <= self.most_keys
+        num_queries = segments.num_tokens + 128 * len(segments.cu_seqlens_q)
+        max_seqlen_k = max(num_queries, len(segments.keys))
+        return segments.num_tokens <= self.most_tokens and max_seqlen_k <= self.max_seqlen_k
 
     def forward(
         self,
@@ -247,8 +247,8 @@ class LayerGraphs:
         return self.capture(functions, self.pool, num_bytes)
 
     def _graphs(self, rotation, segments) -> "SizedGraphs":
-        sizes = segments.num_tokens, len(segments.keys), len(segments.query_ends)
-        sizes += segments.most_queries, segments.most_keys
+        sizes = segments.num_tokens, len(segments.keys), len(segments.cu_seqlens_q)
+        sizes += segments.max_seqlen_q, segments.max_seqlen_k
         if segments.num_tokens > self.capacity:
             self.capacity = min(power_of_2(segments.num_tokens), self.most_tokens)
             self.clear()

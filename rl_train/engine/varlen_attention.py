@@ -20,27 +20,30 @@ class VarlenSegments:
     """Packed tokens in segments.
 
     A segment is the beginning of a sequence, as a prompt, or one continuation, as the inputs of a
-    row, which also attends to the beginning.
+    row, which also attends to the beginning. The names that begin with cu_ and max_ are flash
+    attention's.
     """
 
     slots: torch.Tensor  # (m,) index of each token among the P*S slots
     keys: torch.Tensor  # index of the tokens that the first segment attends to, the second, ..
-    query_ends: torch.Tensor  # (segments + 1,) int32, from 0
-    key_ends: torch.Tensor  # (segments + 1,) int32, from 0
-    most_queries: int  # of a segment
-    most_keys: int  # of a segment
+    cu_seqlens_q: torch.Tensor  # (segments + 1,) int32, from 0: where each segment's queries end
+    cu_seqlens_k: torch.Tensor  # the same of its keys
+    max_seqlen_q: int  # largest number of queries of a segment
+    max_seqlen_k: int  # of keys
     num_tokens: int  # m, or more if `padded`
     bias: torch.Tensor | None = None  # (P, 1, S, S) if flash attention is not used
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Tensors that flash attention takes beside q, k and v."""
-        return [self.keys, self.query_ends, self.key_ends]
+        return [self.keys, self.cu_seqlens_q, self.cu_seqlens_k]
 
     def with_tensors(self, tensors: list[torch.Tensor], **changes) -> "VarlenSegments":
         """Return the same with other `tensors`."""
-        keys, query_ends, key_ends = tensors
-        return replace(self, keys=keys, query_ends=query_ends, key_ends=key_ends, **changes)
+        keys, cu_seqlens_q, cu_seqlens_k = tensors
+        return replace(
+            self, keys=keys, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **changes
+        )
 
     def to(self, device: torch.device | str) -> "VarlenSegments":
         """Return the same on a device."""
@@ -52,26 +55,26 @@ class VarlenSegments:
 
         Padding attends only to padding: it gets no gradient of real tokens and gives them none. The
         number of tokens becomes a multiple of TOKEN_MULTIPLE; the numbers of segments and keys,
-        `most_queries` and `most_keys` become powers of 2. Padding keys are split into segments of
-        at most `most_keys`, each with at least one token. Empty segments fill up the number of
-        segments. Tensors are on the CPU.
+        `max_seqlen_q` and `max_seqlen_k` become powers of 2. Padding keys are split into segments
+        of at most `max_seqlen_k`, each with at least one token. Empty segments fill up the number
+        of segments. Tensors are on the CPU.
         """
         # The first segment of padding has at most TOKEN_MULTIPLE tokens, and needs as many keys.
         num_keys = power_of_2(len(self.keys) + 2 * TOKEN_MULTIPLE)
-        most_keys = power_of_2(max(self.most_keys, 2 * TOKEN_MULTIPLE))
+        max_seqlen_k = power_of_2(max(self.max_seqlen_k, 2 * TOKEN_MULTIPLE))
         more_keys = num_keys - len(self.keys)
-        more_segments = -(-more_keys // most_keys)
+        more_segments = -(-more_keys // max_seqlen_k)
         num_tokens = len(self.slots) + more_segments
         num_tokens += -num_tokens % TOKEN_MULTIPLE
         # The first segment takes the tokens that the others, with one each, leave. All but the last
-        # have most_keys keys.
+        # have max_seqlen_k keys.
         queries = np.ones(more_segments, dtype=np.int32)
         queries[0] = num_tokens - len(self.slots) - (more_segments - 1)
-        keys = np.full(more_segments, most_keys, dtype=np.int32)
-        keys[-1] = more_keys - most_keys * (more_segments - 1)
+        keys = np.full(more_segments, max_seqlen_k, dtype=np.int32)
+        keys[-1] = more_keys - max_seqlen_k * (more_segments - 1)
         assert queries[0] <= keys[0]
-        more_empty = power_of_2(len(self.query_ends) - 1 + more_segments)
-        more_empty -= len(self.query_ends) - 1 + more_segments
+        more_empty = power_of_2(len(self.cu_seqlens_q) - 1 + more_segments)
+        more_empty -= len(self.cu_seqlens_q) - 1 + more_segments
 
         # Keys are all of these tokens in turn, so that a sum over keys adds few to each.
         padding = torch.arange(more_keys) % (num_tokens - len(self.slots)) + len(self.slots)
@@ -83,10 +86,10 @@ class VarlenSegments:
         return replace(
             self,
             keys=torch.cat([self.keys, padding]),
-            query_ends=longer(self.query_ends, queries),
-            key_ends=longer(self.key_ends, keys),
-            most_queries=power_of_2(max(self.most_queries, TOKEN_MULTIPLE)),
-            most_keys=most_keys,
+            cu_seqlens_q=longer(self.cu_seqlens_q, queries),
+            cu_seqlens_k=longer(self.cu_seqlens_k, keys),
+            max_seqlen_q=power_of_2(max(self.max_seqlen_q, TOKEN_MULTIPLE)),
+            max_seqlen_k=max_seqlen_k,
             num_tokens=num_tokens,
         )
 
@@ -110,14 +113,14 @@ def varlen_segments(part: torch.Tensor) -> VarlenSegments:
         if label == 0:  # a beginning, which precedes its continuations
             prompt_indices = indices
         keys.append(indices if label == 0 else np.concatenate([prompt_indices, indices]))
-    key_ends = np.cumsum([0, *map(len, keys)])
+    cu_seqlens_k = np.cumsum([0, *map(len, keys)])
     return VarlenSegments(
         slots=torch.from_numpy(slots),
         keys=torch.from_numpy(np.concatenate(keys)),
-        query_ends=torch.from_numpy(ends.astype(np.int32)),
-        key_ends=torch.from_numpy(key_ends.astype(np.int32)),
-        most_queries=int(np.diff(ends).max()),
-        most_keys=int(np.diff(key_ends).max()),
+        cu_seqlens_q=torch.from_numpy(ends.astype(np.int32)),
+        cu_seqlens_k=torch.from_numpy(cu_seqlens_k.astype(np.int32)),
+        max_seqlen_q=int(np.diff(ends).max()),
+        max_seqlen_k=int(np.diff(cu_seqlens_k).max()),
         num_tokens=len(slots),
     )
 
@@ -143,10 +146,10 @@ def attend(
         q,
         k[segments.keys],
         v[segments.keys],
-        segments.query_ends,
-        segments.key_ends,
-        segments.most_queries,
-        segments.most_keys,
+        segments.cu_seqlens_q,
+        segments.cu_seqlens_k,
+        segments.max_seqlen_q,
+        segments.max_seqlen_k,
         0.0,
         True,
         False,
@@ -174,10 +177,10 @@ def attend_vjp(
         v[segments.keys],
         attn_output.view(q.shape),
         logsumexp,
-        segments.query_ends,
-        segments.key_ends,
-        segments.most_queries,
-        segments.most_keys,
+        segments.cu_seqlens_q,
+        segments.cu_seqlens_k,
+        segments.max_seqlen_q,
+        segments.max_seqlen_k,
         0.0,
         True,
         *state,

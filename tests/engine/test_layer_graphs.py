@@ -123,13 +123,13 @@ def test_many_tokens_have_no_graphs(by_graphs):
     engine, graphs = by_graphs(llm)
     with fast(engine):
         unbound = LayerGraphs(engine.fused(llm.lm_head.weight))
-    assert (unbound.most_tokens, unbound.most_keys) == (2**26 // 192, 2**26 // 64)
+    assert (unbound.most_tokens, unbound.max_seqlen_k) == (2**26 // 192, 2**26 // 64)
     graphs.most_tokens = 128
     for _ in range(2):
         for sizes in (SIZES, LONGER):
             scored(llm, fast, engine=engine, **sizes)
     assert captured(graphs) == [(2, 2)] and next(iter(graphs.of_sizes))[0] == 128
-    graphs.most_tokens, graphs.most_keys = 2**26, 255
+    graphs.most_tokens, graphs.max_seqlen_k = 2**26, 255
     scored(llm, fast, engine=engine, **LONGER)
     assert len(graphs.of_sizes) == 1
 
@@ -304,15 +304,15 @@ def test_padding_has_segments_of_its_own(num_slots):
     m, size = plain.num_tokens, padded.num_tokens
     assert size > m and size % 128 == 0 and torch.equal(padded.slots, plain.slots)
     assert torch.equal(padded.keys[: len(plain.keys)], plain.keys)
-    num_segments = len(plain.query_ends)
-    for ends in ("query_ends", "key_ends"):
+    num_segments = len(plain.cu_seqlens_q)
+    for ends in ("cu_seqlens_q", "cu_seqlens_k"):
         longer = getattr(padded, ends)
         assert longer.dtype == torch.int32 and (longer.diff() >= 0).all()
         assert torch.equal(longer[:num_segments], getattr(plain, ends))
-    assert padded.query_ends[-1] == size and padded.key_ends[-1] == len(padded.keys)
+    assert padded.cu_seqlens_q[-1] == size and padded.cu_seqlens_k[-1] == len(padded.keys)
     assert (padded.keys[len(plain.keys) :] >= m).all() and padded.keys.max() < size
-    queries, keys = padded.query_ends.diff(), padded.key_ends.diff()
+    queries, keys = padded.cu_seqlens_q.diff(), padded.cu_seqlens_k.diff()
     assert ((queries > 0) == (keys > 0)).all() and (queries <= keys).all()
-    assert queries.max() <= padded.most_queries and keys.max() <= padded.most_keys
-    sizes = len(padded.keys), len(padded.query_ends) - 1, padded.most_queries, padded.most_keys
+    assert queries.max() <= padded.max_seqlen_q and keys.max() <= padded.max_seqlen_k
+    sizes = len(padded.keys), len(padded.cu_seqlens_q) - 1, padded.max_seqlen_q, padded.max_seqlen_k
     assert all(number & (number - 1) == 0 for number in sizes)

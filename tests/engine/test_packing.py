@@ -124,10 +124,10 @@ def test_runs_by_hand():
     """Prompts of 2 and 1 tokens behind padding; rows of 2 and 1 fed tokens, and one of 1."""
     found = varlen_segments(torch.tensor([[0, 0, 1, 1, 2], [-1, 0, 3, -1, -1]]))
     assert found.slots.tolist() == [0, 1, 2, 3, 4, 6, 7]
-    assert found.query_ends.tolist() == [0, 2, 4, 5, 6, 7]
-    assert found.key_ends.tolist() == [0, 2, 6, 9, 10, 12]
+    assert found.cu_seqlens_q.tolist() == [0, 2, 4, 5, 6, 7]
+    assert found.cu_seqlens_k.tolist() == [0, 2, 6, 9, 10, 12]
     assert found.keys.tolist() == [0, 1] + [0, 1, 2, 3] + [0, 1, 4] + [5] + [5, 6]
-    assert (found.most_queries, found.most_keys) == (2, 4)
+    assert (found.max_seqlen_q, found.max_seqlen_k) == (2, 4)
 
 
 def test_runs_are_the_bias():
@@ -139,7 +139,7 @@ def test_runs_are_the_bias():
     layout = packed(mask, torch.tensor([0, 0, 1, 1, 1]), ids, valid, 0)
     found = varlen_segments(layout.part)
     seen = torch.zeros(len(found.slots), len(found.slots), dtype=torch.bool)
-    queries, keys = found.query_ends.tolist(), found.key_ends.tolist()
+    queries, keys = found.cu_seqlens_q.tolist(), found.cu_seqlens_k.tolist()
     for q0, q1, k0, k1 in zip(queries, queries[1:], keys, keys[1:]):
         for i in range(q1 - q0):  # the last query sees all keys
             seen[q0 + i, found.keys[k0 : k1 - (q1 - q0) + i + 1]] = True
