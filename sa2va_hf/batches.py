@@ -95,7 +95,7 @@ def pad_left(rows: list[list[int]], pad_id: int) -> tuple[torch.Tensor, torch.Te
 
 
 def embed(
-    model: "Sa2VAModel", images: ImageFeatures, prompts: Prompts, pad_id: int, num_tokens: int = 0
+    model: "Sa2VAModel", features: ImageFeatures, prompts: Prompts, pad_id: int, num_tokens: int = 0
 ):
     """Return left-padded embeddings of prompts, with image and region features, and positions.
 
@@ -109,40 +109,40 @@ def embed(
     ids, mask = pad_left(prompts.ids, pad_id)
     # A prompt longer than the context would be computed at positions never trained.
     _check_length(model, max(prompts.ids, key=len), num_tokens)
-    if images.grids is not None:
-        features = _vision_of(model, images, prompts)
-        grids = torch.tensor([images.grids[i] for i in prompts.image_index])
-        return model.embed(ids, features), mask, model.positions(ids, mask, grids)
-    if images.draw is not None and prompts.prompt_masks is not None:
+    if features.grids is not None:
+        vision = _vision_of(model, features, prompts)
+        grids = torch.tensor([features.grids[i] for i in prompts.image_index])
+        return model.embed(ids, vision), mask, model.positions(ids, mask, grids)
+    if features.draw is not None and prompts.prompt_masks is not None:
         # One tile each, with its region drawn: (P, tokens, C).
-        features = model.project(_vision_of(model, images, prompts))
-        return model.embed(ids, features), mask, None
+        vision = model.project(_vision_of(model, features, prompts))
+        return model.embed(ids, vision), mask, None
     # Project each image once, then repeat its features for the rows that share it.
     used = sorted(set(prompts.image_index))
-    starts = torch.tensor([0, *images.tiles]).cumsum(0).tolist()
-    features = torch.cat([images.vision[starts[i] : starts[i + 1]] for i in used])
-    features = model.project(features).split([images.tiles[i] for i in used])
-    of_image = dict(zip(used, features))
+    starts = torch.tensor([0, *features.tiles]).cumsum(0).tolist()
+    vision = torch.cat([features.vision[starts[i] : starts[i + 1]] for i in used])
+    vision = model.project(vision).split([features.tiles[i] for i in used])
+    of_image = dict(zip(used, vision))
     flags = None
     if prompts.prompt_masks is not None:  # regions refer to an image's last tile
-        tiles = [images.tiles[i] for i in prompts.image_index]
+        tiles = [features.tiles[i] for i in prompts.image_index]
         flags = torch.tensor([t + 1 == n for n in tiles for t in range(n)])
-    features = torch.cat([of_image[i] for i in prompts.image_index])
-    return model.embed(ids, features, prompts.prompt_masks, flags), mask, None
+    vision = torch.cat([of_image[i] for i in prompts.image_index])
+    return model.embed(ids, vision, prompts.prompt_masks, flags), mask, None
 
 
-def _vision_of(model, images, prompts) -> torch.Tensor:
-    """Return the features of all prompts' images, with their regions drawn.
+def _vision_of(model, features, prompts) -> torch.Tensor:
+    """Return the vision features of all prompts' images, with their regions drawn.
 
     Of a Qwen-VL (tokens, W), of tiles (P, tokens, W).
 
     An image with a region is encoded at its first use; without gradient it is kept.
     """
-    whole = images.vision.split(images.tiles)
+    whole = features.vision.split(features.tiles)
     if prompts.prompt_masks is None:
         return torch.cat([whole[i] for i in prompts.image_index])
-    features, encoded = [], {} if torch.is_grad_enabled() and whole[0].requires_grad else None
-    kept = images.drawn if encoded is None else encoded
+    vision, encoded = [], {} if torch.is_grad_enabled() and whole[0].requires_grad else None
+    kept = features.drawn if encoded is None else encoded
     for i, cells in zip(prompts.image_index, prompts.prompt_masks):
         key = i, cells.numpy().tobytes()
         if key not in kept:
@@ -154,10 +154,10 @@ def _vision_of(model, images, prompts) -> torch.Tensor:
                 else torch.autocast(model.device.type, enabled=False)
             )
             with torch.set_grad_enabled(train), precision:
-                pixels = to_device(images.pixels[i], model.device)
-                kept[key] = model.encode_images([images.draw(pixels, cells[0])])[0]
-        features.append(kept[key])
-    return torch.cat(features)
+                pixels = to_device(features.pixels[i], model.device)
+                kept[key] = model.encode_images([features.draw(pixels, cells[0])])[0]
+        vision.append(kept[key])
+    return torch.cat(vision)
 
 
 def _check_length(model, ids: list[int], num_tokens: int):
@@ -173,20 +173,20 @@ def _check_length(model, ids: list[int], num_tokens: int):
 
 
 def shared_prefix_lengths(
-    model: "Sa2VAModel", images: ImageFeatures, prompts: Prompts
+    model: "Sa2VAModel", features: ImageFeatures, prompts: Prompts
 ) -> list[int]:
     """Return how many leading tokens, up to its image's end, each prompt shares with the last.
 
     None where regions are drawn on the images.
     """
     lengths = [0] * len(prompts)
-    if images.draw is not None and prompts.prompt_masks is not None:
+    if features.draw is not None and prompts.prompt_masks is not None:
         return lengths
     for p in range(1, len(prompts)):
         ids, image = prompts.ids[p], prompts.image_index[p]
         start = ids.index(model.img_context_id)
         # Behind the image the prompts differ: regions, question.
-        end = start + images.tiles[image] * model.config.tokens_per_tile
+        end = start + features.tiles[image] * model.config.tokens_per_tile
         if image == prompts.image_index[p - 1] and ids[:end] == prompts.ids[p - 1][:end]:
             lengths[p] = end
     return lengths

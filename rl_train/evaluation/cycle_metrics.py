@@ -98,7 +98,7 @@ def metrics_for_best(metrics: Collection[str], names: Sequence[str] = ()) -> lis
 
 
 def measure(
-    policy: Sa2VAPolicy, batch: Batch, images: ImageFeatures, max_new_tokens: int
+    policy: Sa2VAPolicy, batch: Batch, features: ImageFeatures, max_new_tokens: int
 ) -> dict[str, list]:
     """Measure greedy answers of one batch: {column: B values} of an `evaluate.EvalResult`.
 
@@ -107,17 +107,17 @@ def measure(
     to describe.
     """
     if batch.objects is not None:
-        return measure_phrases(policy, batch, images, max_new_tokens)
+        return measure_phrases(policy, batch, features, max_new_tokens)
     targets = [mask.to(policy.device) for mask in batch.masks]
     rows = list(range(len(batch)))
     # Both directions, greedily: region -> caption -> mask, caption -> mask -> caption.
-    captions = describe(policy, images, rows, targets, max_new_tokens)
-    columns = measure_captions(policy, batch, images, captions, max_new_tokens)
+    captions = describe(policy, features, rows, targets, max_new_tokens)
+    columns = measure_captions(policy, batch, features, captions, max_new_tokens)
     segmented, seg_rows, _ = segment_by_own_answer(
-        policy, images, rows, batch.captions, max_new_tokens
+        policy, features, rows, batch.captions, max_new_tokens
     )
     masks = segmented.masks
-    replies = describe(policy, images, rows, masks, max_new_tokens)
+    replies = describe(policy, features, rows, masks, max_new_tokens)
     with_seg = set(seg_rows.tolist())
     if batch.distractors is not None:
         columns["seg_on_target"] = on_target(masks, batch.masks, batch.distractors).tolist()
@@ -138,7 +138,7 @@ def measure(
 def measure_phrases(
     policy: Sa2VAPolicy,
     batch: Batch,
-    images: ImageFeatures,
+    features: ImageFeatures,
     max_new_tokens: int,
     wording: str = SEGMENT,
 ) -> dict[str, list]:
@@ -147,12 +147,12 @@ def measure_phrases(
     Args: wording: of the question, with {x} for the phrase.
     """
     rows, wordings = list(range(len(batch))), [wording] * len(batch)
-    prompts = policy.segment_prompts(images, rows, batch.captions, wordings)
-    completions, texts = policy.complete(images, prompts, 1, max_new_tokens)
+    prompts = policy.segment_prompts(features, rows, batch.captions, wordings)
+    completions, texts = policy.complete(features, prompts, 1, max_new_tokens)
     seg_rows, embeddings = policy.mask_embeddings(completions)
     seg_rows = seg_rows.tolist()
     one_by_one = batch.objects is not None
-    decoded = row_masks(policy, images, prompts.image_index, seg_rows, embeddings, one_by_one)
+    decoded = row_masks(policy, features, prompts.image_index, seg_rows, embeddings, one_by_one)
     masks, rows_with_seg = decoded.masks, set(seg_rows)
     targets = [mask.to(policy.device) for mask in batch.masks]
     columns = mask_columns(masks, targets, batch)
@@ -175,7 +175,7 @@ def measure_phrases(
 def measure_captions(
     policy: Sa2VAPolicy,
     batch: Batch,
-    images: ImageFeatures,
+    features: ImageFeatures,
     captions: list[str],
     max_new_tokens: int,
 ) -> dict[str, list]:
@@ -185,7 +185,7 @@ def measure_captions(
         {column: B values} of "cycle_iou" and, if the other regions are known, "cycle_on_target".
     """
     rows = range(len(batch))
-    masks = segment_model_captions(policy, images, rows, captions, max_new_tokens).masks
+    masks = segment_model_captions(policy, features, rows, captions, max_new_tokens).masks
     targets = [mask.to(policy.device) for mask in batch.masks]
     columns = dict(cycle_iou=mask_iou(masks, targets).tolist())
     if batch.distractors is not None:
@@ -196,7 +196,7 @@ def measure_captions(
 def measure_samples(
     policy: Sa2VAPolicy,
     batch: Batch,
-    images: ImageFeatures,
+    features: ImageFeatures,
     max_new_tokens: int,
     num_generations: int,
 ) -> dict[str, list]:
@@ -211,7 +211,7 @@ def measure_samples(
     if batch.objects is not None:
         raise ValueError("--best_of: of captions of a region, and these phrases may name none")
     G = num_generations
-    captions, iou, logp = sample_captions(policy, batch, images, max_new_tokens, G)
+    captions, iou, logp = sample_captions(policy, batch, features, max_new_tokens, G)
     true = [caption for caption in batch.captions for _ in range(G)]
     caption_meteor = meteor(true, captions).view(-1, G)  # (B, G)
     return dict(
@@ -228,7 +228,7 @@ def measure_samples(
 def sample_captions(
     policy: Sa2VAPolicy,
     batch: Batch,
-    images: ImageFeatures,
+    features: ImageFeatures,
     max_new_tokens: int,
     num_generations: int,
 ) -> tuple[list[str], torch.Tensor, torch.Tensor]:
@@ -242,12 +242,12 @@ def sample_captions(
     """
     G, prompts = (
         num_generations,
-        policy.describe_prompts(images, range(len(batch)), images.prompt_masks),
+        policy.describe_prompts(features, range(len(batch)), features.prompt_masks),
     )
     uniforms = RowRNG(0, 0, 0, batch.index, G).uniforms(max_new_tokens)
-    completions, captions = policy.complete(images, prompts, G, max_new_tokens, uniforms)
+    completions, captions = policy.complete(features, prompts, G, max_new_tokens, uniforms)
     rows = [i for i in range(len(batch)) for _ in range(G)]
-    masks = segment_model_captions(policy, images, rows, captions, max_new_tokens).masks
+    masks = segment_model_captions(policy, features, rows, captions, max_new_tokens).masks
     targets = [batch.masks[i].to(policy.device) for i in rows]
     iou = mask_iou(masks, targets).cpu().view(-1, G)
     return captions, iou, mean_logps(completions, G)

@@ -46,18 +46,18 @@ MIN_IOU = MIN_SIMILARITY = 0.5  # of a recalled phrase
 
 @torch.no_grad()
 def measure(
-    policy: Sa2VAPolicy, batch: Batch, images: ImageFeatures, max_new_tokens: int
+    policy: Sa2VAPolicy, batch: Batch, features: ImageFeatures, max_new_tokens: int
 ) -> dict[str, list]:
     """Measure greedy answers of one batch: {column: B values} of an `evaluate.EvalResult`.
 
     "mask_pairs" are pairs of the run-length masks of an answer and of its true ones, for
     `average_precision`. Without phrases of the data set nothing is recalled.
     """
-    prompts = grounded_prompts(policy, images)
-    completions, texts = policy.complete(images, prompts, 1, max_new_tokens)
+    prompts = grounded_prompts(policy, features)
+    completions, texts = policy.complete(features, prompts, 1, max_new_tokens)
     seg_rows, embeddings = policy.mask_embeddings(completions)
     rows = seg_rows.tolist()
-    decoded = row_masks(policy, images, prompts.image_index, rows, embeddings, one_by_one=True)
+    decoded = row_masks(policy, features, prompts.image_index, rows, embeddings, one_by_one=True)
     regions = [masks.to(policy.device) for masks in batch.regions]
     matchings = [match(*pair) for pair in zip(decoded.seg_masks, regions, strict=True)]
     true_phrases = batch.columns.get("phrases", [[] for _ in texts])
@@ -79,9 +79,9 @@ def measure(
     )
 
 
-def grounded_prompts(policy: Sa2VAPolicy, images: ImageFeatures) -> Prompts:
+def grounded_prompts(policy: Sa2VAPolicy, features: ImageFeatures) -> Prompts:
     """Return the question for a grounded caption of each image."""
-    ids = [policy.prompts.ids(GROUNDED_CAPTION, num_tiles) for num_tiles in images.tiles]
+    ids = [policy.prompts.ids(GROUNDED_CAPTION, num_tiles) for num_tiles in features.tiles]
     return Prompts(ids, list(range(len(ids))), None)
 
 

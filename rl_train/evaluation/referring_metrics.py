@@ -20,13 +20,13 @@ METRIC_COLUMNS = {"seg_ciou_answered": ("answered_intersection", "answered_union
 
 
 def measure(
-    policy: Sa2VAPolicy, batch: Batch, images: ImageFeatures, max_new_tokens: int
+    policy: Sa2VAPolicy, batch: Batch, features: ImageFeatures, max_new_tokens: int
 ) -> dict[str, list]:
     """Measure greedy answers of one batch: {column: B values} of an `evaluate.EvalResult`.
 
     The phrases are not changed. An answer without [SEG] is an empty mask.
     """
-    texts, masks, answered = segment(policy, images, batch.captions, max_new_tokens)
+    texts, masks, answered = segment(policy, features, batch.captions, max_new_tokens)
     targets = [mask.to(policy.device) for mask in batch.masks]
     columns = mask_columns(masks, targets, batch)
     return columns | dict(
@@ -39,7 +39,7 @@ def measure(
 
 @torch.no_grad()
 def segment(
-    policy: Sa2VAPolicy, images: ImageFeatures, phrases: list[str], max_new_tokens: int
+    policy: Sa2VAPolicy, features: ImageFeatures, phrases: list[str], max_new_tokens: int
 ) -> tuple[list[str], list[torch.Tensor], list[bool]]:
     """Segment phrases[i] in image i; a mask is the union of those of an answer's [SEG].
 
@@ -50,10 +50,11 @@ def segment(
     questions = [QUESTION.replace("{x}", phrase) for phrase in phrases]
     # Not `segment_prompts`, which changes the phrase: this is the original's question.
     ids = [
-        policy.prompts.ids(text, tiles) for text, tiles in zip(questions, images.tiles, strict=True)
+        policy.prompts.ids(text, tiles)
+        for text, tiles in zip(questions, features.tiles, strict=True)
     ]
-    completions, texts = policy.complete(images, Prompts(ids, rows, None), 1, max_new_tokens)
+    completions, texts = policy.complete(features, Prompts(ids, rows, None), 1, max_new_tokens)
     seg_rows, embeddings = policy.mask_embeddings(completions)
-    masks = row_masks(policy, images, rows, seg_rows.tolist(), embeddings).masks
+    masks = row_masks(policy, features, rows, seg_rows.tolist(), embeddings).masks
     answered = set(seg_rows.tolist())
     return texts, masks, [row in answered for row in rows]

@@ -42,15 +42,15 @@ def clean(text: str) -> str:
 
 @torch.no_grad()
 def measure(
-    policy: Sa2VAPolicy, batch: Batch, images: ImageFeatures, max_new_tokens: int
+    policy: Sa2VAPolicy, batch: Batch, features: ImageFeatures, max_new_tokens: int
 ) -> dict[str, list]:
     """Return the greedy captions of one batch: {column: B values} of an `evaluate.EvalResult`."""
-    rows, grids = list(range(len(batch))), [grid[None] for grid in images.prompt_masks]
+    rows, grids = list(range(len(batch))), [grid[None] for grid in features.prompt_masks]
     ids = [
         policy.prompts.ids(QUESTION, tiles, [int(grid.sum())])
-        for tiles, grid in zip(images.tiles, grids, strict=True)
+        for tiles, grid in zip(features.tiles, grids, strict=True)
     ]
-    _, texts = policy.complete(images, Prompts(ids, rows, grids), 1, max_new_tokens)
+    _, texts = policy.complete(features, Prompts(ids, rows, grids), 1, max_new_tokens)
     return dict(
         caption=[clean(text) for text in texts],
         image_id=batch.image_ids,

@@ -64,7 +64,7 @@ class Policy(Protocol):
         """Return features of a batch's images, shared by rows, tasks and roles."""
 
     def embed(
-        self, images: Features, prompts: Prompts, num_tokens: int = 0
+        self, features: Features, prompts: Prompts, num_tokens: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return (embeds (P, L, C), attention mask (P, L), positions (A, P, L) or None).
 
@@ -76,7 +76,7 @@ class Policy(Protocol):
 
     def complete(
         self,
-        images: Features,
+        features: Features,
         prompts: Prompts,
         num_generations: int,
         max_new_tokens: int,
@@ -152,7 +152,7 @@ class Policy(Protocol):
 
     def score_answers(
         self,
-        images: Features,
+        features: Features,
         prompts: Prompts,
         ids: torch.Tensor,
         valid: torch.Tensor,
@@ -162,7 +162,7 @@ class Policy(Protocol):
             self.reshard_base()
         prompts, prompt_index = prompts.distinct()  # rows of one prompt share its forward
         with self.autocast():
-            embeds, mask, positions = self.embed(images, prompts, ids.shape[1])
+            embeds, mask, positions = self.embed(features, prompts, ids.shape[1])
             return self.engine.score(
                 embeds,
                 mask,

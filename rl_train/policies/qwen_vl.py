@@ -160,12 +160,12 @@ class QwenVLPolicy(Policy):
         return QwenImageFeatures(split, grids, seen_sizes, sam, batch.sizes)
 
     def point_questions(
-        self, images: QwenImageFeatures, image_index: list[int], questions: list[str]
+        self, features: QwenImageFeatures, image_index: list[int], questions: list[str]
     ) -> Prompts:
         """Return prompts that show image image_index[p] and then ask questions[p]."""
         ids = []
         for i, question in zip(image_index, questions, strict=True):
-            rows, columns = images.grids[i]
+            rows, columns = features.grids[i]
             image_ids = [self.image_token] * (rows * columns)
             question_ids = self.encode_text(question)
             ids.append(
@@ -180,7 +180,7 @@ class QwenVLPolicy(Policy):
         return Prompts(ids, list(image_index), None)
 
     def embed(
-        self, images: QwenImageFeatures, prompts: Prompts, num_tokens: int = 0
+        self, features: QwenImageFeatures, prompts: Prompts, num_tokens: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return (embeds (P, L, W), attention mask (P, L), positions (3, P, L)), left-padded.
 
@@ -196,7 +196,7 @@ class QwenVLPolicy(Policy):
                 f"context of {self.context}: lower --image_size or --max_image_tokens"
             )
         merge, is_image = self.preprocessing.merge, ids == self.image_token
-        grids = [images.grids[i] for i in prompts.image_index]
+        grids = [features.grids[i] for i in prompts.image_index]
         grids = torch.tensor([(1, rows * merge, columns * merge) for rows, columns in grids])
         # Positions on three axes (time, height, width), as the model was trained: (3, P, L).
         positions, _ = self.model.vlm.model.get_rope_index(
@@ -206,21 +206,21 @@ class QwenVLPolicy(Policy):
         slots = is_image.flatten().nonzero()[:, 0]
         ids, slots = (to_device(t, self.device) for t in (ids, slots))
         embeds = self.engine.language_model.get_input_embeddings()(ids)
-        vision = torch.cat([images.vision[i] for i in prompts.image_index]).to(embeds.dtype)
+        vision = torch.cat([features.vision[i] for i in prompts.image_index]).to(embeds.dtype)
         embeds = embeds.flatten(0, 1).index_copy(0, slots, vision).view(embeds.shape)  # (P, L, C)
         return embeds, mask, positions
 
     @torch.no_grad()
     def complete(
         self,
-        images: QwenImageFeatures,
+        features: QwenImageFeatures,
         prompts: Prompts,
         num_generations: int,
         max_new_tokens: int,
         uniforms: torch.Tensor | None = None,
     ) -> tuple[Completions, list[str]]:
         with self.autocast():
-            embeds, mask, positions = self.embed(images, prompts, max_new_tokens)
+            embeds, mask, positions = self.embed(features, prompts, max_new_tokens)
             completions = self.engine.generate(
                 embeds,
                 mask,
@@ -241,7 +241,7 @@ class QwenVLPolicy(Policy):
 
     def point_masks(
         self,
-        images: QwenImageFeatures,
+        features: QwenImageFeatures,
         image_index: list[int],
         prompts: list[PointPrompt],
         passes: int = 1,
@@ -251,18 +251,18 @@ class QwenVLPolicy(Policy):
         See `sam2_prompting.point_masks`.
         """
         return sam2_prompting.point_masks(
-            self.model.sam, images.sam, images.sizes, image_index, prompts, passes
+            self.model.sam, features.sam, features.sizes, image_index, prompts, passes
         )
 
     def best_masks(
-        self, images: QwenImageFeatures, image_index: list[int], groups: list[list[PointPrompt]]
+        self, features: QwenImageFeatures, image_index: list[int], groups: list[list[PointPrompt]]
     ) -> list[torch.Tensor]:
         """Return the unions of groups[k]'s masks, the best of three each, in image image_index[k].
 
         See `sam2_prompting.best_masks`.
         """
         return sam2_prompting.best_masks(
-            self.model.sam, images.sam, images.sizes, image_index, groups
+            self.model.sam, features.sam, features.sizes, image_index, groups
         )
 
 

@@ -243,7 +243,7 @@ class Sa2VAPolicy(Policy):
 
     def describe_prompts(
         self,
-        images: ImageFeatures,
+        features: ImageFeatures,
         image_index: Sequence[int],
         prompt_masks: Sequence[torch.Tensor],
     ) -> Prompts:
@@ -253,24 +253,24 @@ class Sa2VAPolicy(Policy):
         """
         pairs, masks = zip(image_index, prompt_masks), [mask[None] for mask in prompt_masks]
         if self.region_prompt == "tokens":
-            ids = [self.prompts.describe(images.tiles[i], int(grid.sum())) for i, grid in pairs]
+            ids = [self.prompts.describe(features.tiles[i], int(grid.sum())) for i, grid in pairs]
         elif self.region_prompt == "coordinates":
-            boxes = [(images.tiles[i], self._box(images, i, grid)) for i, grid in pairs]
+            boxes = [(features.tiles[i], self._box(features, i, grid)) for i, grid in pairs]
             ids, masks = [self.prompts.describe_drawn(*box) for box in boxes], None
         else:
-            ids = [self.prompts.describe_drawn(images.tiles[i]) for i in image_index]
+            ids = [self.prompts.describe_drawn(features.tiles[i]) for i in image_index]
         return Prompts(ids, list(image_index), masks)
 
-    def _box(self, images: ImageFeatures, i: int, grid: torch.Tensor) -> str:
+    def _box(self, features: ImageFeatures, i: int, grid: torch.Tensor) -> str:
         """Return the box of a region's cells (g, g) as the base model writes boxes."""
-        height, width = (1000, 1000) if self.model.relative_boxes else images.pixels[i].shape[-2:]
+        height, width = (1000, 1000) if self.model.relative_boxes else features.pixels[i].shape[-2:]
         left, top, right, bottom = region_box(grid)
         corners = [left * width, top * height, right * width, bottom * height]
         return self.model.box_text.format(*map(round, corners))
 
     def segment_prompts(
         self,
-        images: ImageFeatures,
+        features: ImageFeatures,
         image_index: Sequence[int],
         captions: list[str],
         wordings: list[str] | None = None,
@@ -282,12 +282,14 @@ class Sa2VAPolicy(Policy):
         """
         wordings = wordings or [SEGMENT] * len(captions)
         rows = zip(image_index, captions, wordings, strict=True)
-        ids = [self.prompts.segment(phrase(c), images.tiles[i], wording) for i, c, wording in rows]
+        ids = [
+            self.prompts.segment(phrase(c), features.tiles[i], wording) for i, c, wording in rows
+        ]
         return Prompts(ids, list(image_index), None)
 
     def question_prompts(
         self,
-        images: ImageFeatures,
+        features: ImageFeatures,
         image_index: Sequence[int],
         questions: Sequence[str],
         prompt_masks: Sequence[torch.Tensor] | None = None,
@@ -303,7 +305,7 @@ class Sa2VAPolicy(Policy):
         """
         if prompt_masks is None:
             pairs = zip(image_index, questions, strict=True)
-            ids = [self.prompts.ids(question, images.tiles[i]) for i, question in pairs]
+            ids = [self.prompts.ids(question, features.tiles[i]) for i, question in pairs]
             return Prompts(ids, list(image_index), None)
         if self.region_prompt != "tokens":
             raise ValueError(
@@ -311,43 +313,43 @@ class Sa2VAPolicy(Policy):
             )
         rows = zip(image_index, questions, prompt_masks, strict=True)
         ids = [
-            self.prompts.ids(question, images.tiles[i], [int(grid.sum())])
+            self.prompts.ids(question, features.tiles[i], [int(grid.sum())])
             for i, question, grid in rows
         ]
         return Prompts(ids, list(image_index), [grid[None] for grid in prompt_masks])
 
     def embed(
-        self, images: ImageFeatures, prompts: Prompts, num_tokens: int = 0
+        self, features: ImageFeatures, prompts: Prompts, num_tokens: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return (embeds (P, L, C), mask (P, L), positions): see `sa2va_hf.batches.embed`."""
-        return batches.embed(self.model, images, prompts, self.pad_id, num_tokens)
+        return batches.embed(self.model, features, prompts, self.pad_id, num_tokens)
 
     @torch.no_grad()
     def complete(
         self,
-        images: ImageFeatures,
+        features: ImageFeatures,
         prompts: Prompts,
         num_generations: int,
         max_new_tokens: int,
         uniforms: torch.Tensor | None = None,
     ) -> tuple[Completions, list[str]]:
-        completions = self.generate(images, prompts, num_generations, max_new_tokens, uniforms)
+        completions = self.generate(features, prompts, num_generations, max_new_tokens, uniforms)
         return completions, self.texts_of(completions)
 
     @torch.no_grad()
     def complete_later(
-        self, images: ImageFeatures, prompts: Prompts, max_new_tokens: int
+        self, features: ImageFeatures, prompts: Prompts, max_new_tokens: int
     ) -> Callable[[], list[str]]:
         """Return a function that returns the greedy text of each prompt, by the weights in use now.
 
         On a GPU they are sampled together with the next `complete`: see `Engine.generate`.
         """
-        delayed = self.generate(images, prompts, 1, max_new_tokens, delay=True)
+        delayed = self.generate(features, prompts, 1, max_new_tokens, delay=True)
         return lambda: self.texts_of(delayed.read())
 
     def generate(
         self,
-        images: ImageFeatures,
+        features: ImageFeatures,
         prompts: Prompts,
         num_generations: int,
         max_new_tokens: int,
@@ -356,7 +358,7 @@ class Sa2VAPolicy(Policy):
     ) -> Completions | DelayedCompletions:
         """Sample by `Engine.generate`; neighbouring prompts share what they begin with."""
         with self.autocast():
-            embeds, mask, positions = self.embed(images, prompts)
+            embeds, mask, positions = self.embed(features, prompts)
             return self.engine.generate(
                 embeds,
                 mask,
@@ -365,7 +367,7 @@ class Sa2VAPolicy(Policy):
                 stop=self.stop,
                 uniforms=uniforms,
                 position_ids=positions,
-                shared_prefix_lengths=shared_prefix_lengths(self.model, images, prompts),
+                shared_prefix_lengths=shared_prefix_lengths(self.model, features, prompts),
                 delay=delay,
             )
 
@@ -377,25 +379,25 @@ class Sa2VAPolicy(Policy):
 
     @torch.no_grad()
     def last_hidden_states(
-        self, images: ImageFeatures, prompts: Prompts, num_last: int = 1
+        self, features: ImageFeatures, prompts: Prompts, num_last: int = 1
     ) -> torch.Tensor:
         """Return the last hidden states (P, num_last, C) of prompts.
 
         Neighbouring prompts about one image share its computation.
         """
         with self.autocast():
-            embeds, mask, positions = self.embed(images, prompts)
+            embeds, mask, positions = self.embed(features, prompts)
             return self.engine.last_hidden_states(
                 embeds,
                 mask,
                 num_last=num_last,
                 position_ids=positions,
-                shared_prefix_lengths=shared_prefix_lengths(self.model, images, prompts),
+                shared_prefix_lengths=shared_prefix_lengths(self.model, features, prompts),
             )
 
     @torch.no_grad()
     def mean_logp(
-        self, images: ImageFeatures, prompts: Prompts, answers: list[list[int]]
+        self, features: ImageFeatures, prompts: Prompts, answers: list[list[int]]
     ) -> torch.Tensor:
         """Return the mean log-prob (P,) of the tokens of answers[p], by one forward."""
         ids, mask = pad_left(answers, self.pad_id)  # (P, T)
@@ -403,7 +405,7 @@ class Sa2VAPolicy(Policy):
         slots = mask.flatten().nonzero()[:, 0]
         targets, slots = ids.flatten()[slots], to_device(slots, self.device)
         # The state before each answer token predicts it, so the last state is not used: (P, T, C).
-        hidden = self.last_hidden_states(images, prompts.followed_by(answers), ids.shape[1] + 1)[
+        hidden = self.last_hidden_states(features, prompts.followed_by(answers), ids.shape[1] + 1)[
             :, :-1
         ]
         logp = self.engine.logps(hidden.flatten(0, 1)[slots], targets)
@@ -445,7 +447,7 @@ class Sa2VAPolicy(Policy):
             return self.model.text_hidden_fcs(hidden).float()
 
     def decode_masks(
-        self, images: ImageFeatures, image_index: Sequence[int], embeddings: torch.Tensor
+        self, features: ImageFeatures, image_index: Sequence[int], embeddings: torch.Tensor
     ) -> torch.Tensor:
         """Return mask logits (M, 256, 256) float32 of prompt embeddings (M, D), m in its image.
 
@@ -455,20 +457,20 @@ class Sa2VAPolicy(Policy):
 
         def decode(rows: slice) -> torch.Tensor:
             with self.autocast():
-                return self.model.decode_masks(images.sam, index[rows], embeddings[rows])
+                return self.model.decode_masks(features.sam, index[rows], embeddings[rows])
 
-        return self.nan_watcher("mask logits", by_chunks(decode, len(image_index), images))
+        return self.nan_watcher("mask logits", by_chunks(decode, len(image_index), features))
 
 
 def by_chunks(
-    compute: Callable[[slice], torch.Tensor], num_masks: int, images: ImageFeatures
+    compute: Callable[[slice], torch.Tensor], num_masks: int, features: ImageFeatures
 ) -> torch.Tensor:
     """Concatenate compute(slice) (m, ..) over chunks of masks: see `masks_at_once`.
 
     The last chunk's activations are kept, since the backward begins with it. It computes the others
     again, one at a time.
     """
-    at_once = masks_at_once(images)
+    at_once = masks_at_once(features)
     if num_masks <= at_once:
         return compute(slice(None))
     *chunks, last = [slice(start, start + at_once) for start in range(0, num_masks, at_once)]
@@ -479,7 +481,7 @@ def by_chunks(
     return torch.cat([*map(compute_first, chunks), compute(last)])
 
 
-def masks_at_once(images: ImageFeatures) -> int:
+def masks_at_once(features: ImageFeatures) -> int:
     """Return how many masks are decoded together.
 
     An answer may hold hundreds of [SEG]. Each costs the decoder some 60 MB, with gradient 100, if
@@ -487,7 +489,7 @@ def masks_at_once(images: ImageFeatures) -> int:
     """
     if not torch.is_grad_enabled():
         return MASKS_AT_ONCE
-    height, width = images.sam[0].shape[-2:]  # of the logits
+    height, width = features.sam[0].shape[-2:]  # of the logits
     return min(MASKS_AT_ONCE, max(1, PIXELS_WITH_GRADIENT // (height * width)))
 
 

@@ -67,7 +67,7 @@ def truncate_captions(policy: Sa2VAPolicy, texts: list[str], max_new_tokens: int
 
 def segment_by_own_answer(
     policy: Sa2VAPolicy,
-    images: ImageFeatures,
+    features: ImageFeatures,
     image_index: Sequence[int],
     captions: list[str],
     max_new_tokens: int,
@@ -81,17 +81,17 @@ def segment_by_own_answer(
         `row_masks`, the p of each [SEG] (M,), and prompt embeddings (M, D).
     """
     wordings = [wording] * len(captions)
-    prompts = policy.segment_prompts(images, image_index, captions, wordings)
-    completions, _ = policy.complete(images, prompts, 1, max_new_tokens)
+    prompts = policy.segment_prompts(features, image_index, captions, wordings)
+    completions, _ = policy.complete(features, prompts, 1, max_new_tokens)
     rows, means = policy.mask_embeddings(completions)
-    segmented = row_masks(policy, images, prompts.image_index, rows.tolist(), means)
+    segmented = row_masks(policy, features, prompts.image_index, rows.tolist(), means)
     return segmented, rows, means
 
 
 @torch.no_grad()
 def row_masks(
     policy: Sa2VAPolicy,
-    images: ImageFeatures,
+    features: ImageFeatures,
     image_index: list[int],
     seg_rows: list[int],
     embeddings: torch.Tensor,
@@ -105,12 +105,14 @@ def row_masks(
     """
     logits_of_row = [[] for _ in image_index]  # (256, 256) of each [SEG] of a row
     if seg_rows:
-        all_logits = policy.decode_masks(images, [image_index[row] for row in seg_rows], embeddings)
+        all_logits = policy.decode_masks(
+            features, [image_index[row] for row in seg_rows], embeddings
+        )
         for row, logits in zip(seg_rows, all_logits):
             logits_of_row[row].append(logits)
     masks, masks_of_segs = [None] * len(image_index), [None] * len(image_index)
     # A row may hold several [SEG] or none; its mask is their union, its logits their maximum.
-    for size, rows in rows_by_size(images.sizes[i] for i in image_index).items():
+    for size, rows in rows_by_size(features.sizes[i] for i in image_index).items():
         segs = [logits for row in rows for logits in logits_of_row[row]]
         counts = [len(logits_of_row[row]) for row in rows]
         for row, seg_masks in zip(rows, upsampled_masks(policy, segs, size).split(counts)):
@@ -150,7 +152,7 @@ def join(parts: list[RowMasks]) -> RowMasks:
 @torch.no_grad()
 def segment(
     policy: Sa2VAPolicy,
-    images: ImageFeatures,
+    features: ImageFeatures,
     image_index: list[int],
     captions: list[str],
 ) -> RowMasks:
@@ -158,19 +160,19 @@ def segment(
     parts = []
     for rows in chunks(range(len(captions))):
         chunk_images = [image_index[p] for p in rows]
-        prompts = policy.segment_prompts(images, chunk_images, [captions[p] for p in rows])
+        prompts = policy.segment_prompts(features, chunk_images, [captions[p] for p in rows])
         forced = [policy.prompts.forced_answer] * len(prompts)
         # The forced answer ends in [SEG], so the last state is the one that prompts SAM2.
-        hidden = policy.last_hidden_states(images, prompts.followed_by(forced))[:, 0]  # (p, C)
+        hidden = policy.last_hidden_states(features, prompts.followed_by(forced))[:, 0]  # (p, C)
         with policy.autocast():
             embeddings = policy.model.text_hidden_fcs(hidden).float()  # (p, D)
-        parts.append(row_masks(policy, images, chunk_images, range(len(rows)), embeddings))
+        parts.append(row_masks(policy, features, chunk_images, range(len(rows)), embeddings))
     return join(parts)
 
 
 def segment_generated(
     policy: Sa2VAPolicy,
-    images: ImageFeatures,
+    features: ImageFeatures,
     image_index: list[int],
     captions: list[str],
     max_new_tokens: int,
@@ -183,7 +185,7 @@ def segment_generated(
     for rows in chunks(range(len(captions))):
         chunk_images, chunk_captions = [image_index[p] for p in rows], [captions[p] for p in rows]
         segmented, _, _ = segment_by_own_answer(
-            policy, images, chunk_images, chunk_captions, max_new_tokens
+            policy, features, chunk_images, chunk_captions, max_new_tokens
         )
         parts.append(segmented)
     return join(parts)
@@ -191,7 +193,7 @@ def segment_generated(
 
 def segment_model_captions(
     policy: Sa2VAPolicy,
-    images: ImageFeatures,
+    features: ImageFeatures,
     image_index: Sequence[int],
     captions: list[str],
     max_new_tokens: int,
@@ -207,11 +209,11 @@ def segment_model_captions(
     index = [image_index[p] for p in spoken]
     texts = truncate_captions(policy, [captions[p] for p in spoken], max_new_tokens)
     if forced:
-        segmented = segment(policy, images, index, texts)
+        segmented = segment(policy, features, index, texts)
     else:
-        segmented = segment_generated(policy, images, index, texts, max_new_tokens)
+        segmented = segment_generated(policy, features, index, texts, max_new_tokens)
     masks = [
-        torch.zeros(images.sizes[i], dtype=torch.bool, device=policy.device) for i in image_index
+        torch.zeros(features.sizes[i], dtype=torch.bool, device=policy.device) for i in image_index
     ]
     scores = torch.zeros(len(captions), device=policy.device)
     if spoken:
@@ -242,22 +244,22 @@ def region_grids(policy: Sa2VAPolicy, masks: list[torch.Tensor]) -> dict[int, to
 @torch.no_grad()
 def describe(
     policy: Sa2VAPolicy,
-    images: ImageFeatures,
+    features: ImageFeatures,
     image_index: list[int],
     masks: list[torch.Tensor],
     max_new_tokens: int,
 ) -> list[str]:
     """Return the greedy caption of masks[p] (H, W) in image image_index[p], "" of an empty one."""
     captions, grids = [""] * len(masks), region_grids(policy, masks)
-    for rows, prompts in caption_prompts(policy, images, image_index, grids):
-        for p, text in zip(rows, policy.complete(images, prompts, 1, max_new_tokens)[1]):
+    for rows, prompts in caption_prompts(policy, features, image_index, grids):
+        for p, text in zip(rows, policy.complete(features, prompts, 1, max_new_tokens)[1]):
             captions[p] = text
     return captions
 
 
 def describe_later(
     policy: Sa2VAPolicy,
-    images: ImageFeatures,
+    features: ImageFeatures,
     image_index: list[int],
     grids: dict[int, torch.Tensor],
     num_masks: int,
@@ -268,8 +270,8 @@ def describe_later(
     See `Sa2VAPolicy.complete_later`.
     """
     delayed_texts = [
-        (rows, policy.complete_later(images, prompts, max_new_tokens))
-        for rows, prompts in caption_prompts(policy, images, image_index, grids)
+        (rows, policy.complete_later(features, prompts, max_new_tokens))
+        for rows, prompts in caption_prompts(policy, features, image_index, grids)
     ]
 
     def captions() -> list[str]:
@@ -284,20 +286,20 @@ def describe_later(
 
 def caption_prompts(
     policy: Sa2VAPolicy,
-    images: ImageFeatures,
+    features: ImageFeatures,
     image_index: list[int],
     grids: dict[int, torch.Tensor],
 ) -> Iterator[tuple[list[int], Prompts]]:
     """Yield masks and the prompts that ask for their captions; not those that are empty."""
     for rows in chunks(list(grids)):
         regions = [grids[p] for p in rows]
-        yield rows, policy.describe_prompts(images, [image_index[p] for p in rows], regions)
+        yield rows, policy.describe_prompts(features, [image_index[p] for p in rows], regions)
 
 
 @torch.no_grad()
 def caption_likelihood(
     policy: Sa2VAPolicy,
-    images: ImageFeatures,
+    features: ImageFeatures,
     image_index: list[int],
     masks: list[torch.Tensor],
     captions: list[str],
@@ -322,9 +324,9 @@ def caption_likelihood(
     for equal_rows in chunks(list(questions.values())):
         firsts = [rows[0] for rows in equal_rows]
         regions = [grids[p] for p in firsts]
-        prompts = policy.describe_prompts(images, [image_index[p] for p in firsts], regions)
+        prompts = policy.describe_prompts(features, [image_index[p] for p in firsts], regions)
         answers = [policy.prompts.answer(captions[p])[:max_new_tokens] for p in firsts]
-        values = policy.mean_logp(images, prompts, answers).exp()
+        values = policy.mean_logp(features, prompts, answers).exp()
         # (row, its question), so that equal rows get equal values.
         pairs = [(p, k) for k, rows in enumerate(equal_rows) for p in rows]
         row, question = to_device(torch.tensor(pairs), policy.device).unbind(1)

@@ -31,10 +31,12 @@ class Captioning(Task):
         self.options, self.context, self.loss_weight = options, context, options.weight
         self.set_reward_weights(JUDGE_WEIGHTS if context.judges_by_default else {"meteor": 1.0})
 
-    def prompts(self, batch: Batch, images: ImageFeatures) -> Prompts:
+    def prompts(self, batch: Batch, features: ImageFeatures) -> Prompts:
         """Return the question for a caption of each sample's region."""
         policy = self.context.policy
-        return policy.describe_prompts(images, list(range(len(batch))), list(images.prompt_masks))
+        return policy.describe_prompts(
+            features, list(range(len(batch))), list(features.prompt_masks)
+        )
 
     def own_rewards(self, rollout: Rollout) -> RewardOutput:
         """Return {component: (N,)} of `caption_rewards` against the true captions.

@@ -30,8 +30,8 @@ class GroundedCaptioning(MaskAnswers):
             raise ValueError("--think: is of segmentation, not of --tasks grounded_captioning")
         self.set_reward_weights({"matched": 1.0, "meteor": 1.0})
 
-    def prompts(self, batch: Batch, images: ImageFeatures) -> Prompts:
-        return grounded_prompts(self.context.policy, images)
+    def prompts(self, batch: Batch, features: ImageFeatures) -> Prompts:
+        return grounded_prompts(self.context.policy, features)
 
     def own_rewards(self, rollout: Rollout) -> RewardOutput:
         """Return {"matched", "meteor", "iou", "missing", "surplus": (N,)} of the answers.

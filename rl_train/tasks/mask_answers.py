@@ -94,11 +94,11 @@ class MaskAnswers(Task):
             rewards["format"] = thinking_rewards(rollout.texts)
         return rewards
 
-    def prompts(self, batch: Batch, images: ImageFeatures) -> Prompts:
+    def prompts(self, batch: Batch, features: ImageFeatures) -> Prompts:
         """Return the question for the mask of each sample's caption."""
         policy = self.context.policy
         rows, wordings = list(range(len(batch))), [self.wording] * len(batch)
-        return policy.segment_prompts(images, rows, batch.captions, wordings)
+        return policy.segment_prompts(features, rows, batch.captions, wordings)
 
     def questions(self, rollout: Rollout) -> list[str]:
         """Return the N texts of the prompts."""

@@ -44,10 +44,12 @@ class MaskCaptionMask(Task):
         self.options, self.context, self.loss_weight = options, context, options.weight
         self.set_reward_weights({"iou": 1.0} | (JUDGE_WEIGHTS if context.judges_by_default else {}))
 
-    def prompts(self, batch: Batch, images: ImageFeatures) -> Prompts:
+    def prompts(self, batch: Batch, features: ImageFeatures) -> Prompts:
         """Return the question for a caption of each sample's region."""
         policy = self.context.policy
-        return policy.describe_prompts(images, list(range(len(batch))), list(images.prompt_masks))
+        return policy.describe_prompts(
+            features, list(range(len(batch))), list(features.prompt_masks)
+        )
 
     def own_rewards(self, rollout: Rollout) -> RewardOutput:
         """Return {"iou": (N,)} of region and mask by the teacher, at the image's own size.

@@ -120,7 +120,7 @@ class ForcedPolicy(Sa2VAPolicy):
 
     def generate(
         self,
-        images: ImageFeatures,
+        features: ImageFeatures,
         prompts: Prompts,
         num_generations: int,
         max_new_tokens: int,
@@ -136,7 +136,7 @@ class ForcedPolicy(Sa2VAPolicy):
             # An answer with a mask has its own length, A.
             uniforms = None if uniforms is None else uniforms[:, :length]
             uniforms = self.lengths.without_end(uniforms)
-        completions = super().generate(images, prompts, num_generations, length, uniforms, delay)
+        completions = super().generate(features, prompts, num_generations, length, uniforms, delay)
         if delay:
             return Recorded(self, prompts, completions)
         if not describes:
@@ -146,9 +146,9 @@ class ForcedPolicy(Sa2VAPolicy):
         self.requests.append(Request(prompts, completions.valid))
         return completions
 
-    def last_hidden_states(self, images: ImageFeatures, prompts: Prompts, num_last: int = 1):
+    def last_hidden_states(self, features: ImageFeatures, prompts: Prompts, num_last: int = 1):
         self.requests.append(Request(prompts))
-        return super().last_hidden_states(images, prompts, num_last)
+        return super().last_hidden_states(features, prompts, num_last)
 
 
 @dataclass

@@ -40,23 +40,23 @@ class ForcedPoints(QwenVLPolicy):
         self.forced_text = AnswerFormat("segzero", "optional").format(answer)
 
     def point_questions(
-        self, images: QwenImageFeatures, image_index: list[int], questions: list[str]
+        self, features: QwenImageFeatures, image_index: list[int], questions: list[str]
     ) -> Prompts:
         """Return prompts of L tokens: the questions are replaced by as many words as that takes."""
-        shortest = super().point_questions(images, image_index, [""] * len(image_index))
+        shortest = super().point_questions(features, image_index, [""] * len(image_index))
         num_missing = [self.prompt_length - len(ids) for ids in shortest.ids]
         if min(num_missing) < 0:
             least = self.prompt_length - min(num_missing)
             raise ValueError(f"--prompt_length {self.prompt_length}: must be at least {least}")
         words = ["".join(f" {WORDS[i % len(WORDS)]}" for i in range(n)) for n in num_missing]
-        prompts = super().point_questions(images, image_index, words)
+        prompts = super().point_questions(features, image_index, words)
         lengths = set(map(len, prompts.ids))
         assert lengths == {self.prompt_length}, f"prompts of {lengths}: a word of several tokens"
         return prompts
 
     def complete(
         self,
-        images: QwenImageFeatures,
+        features: QwenImageFeatures,
         prompts: Prompts,
         num_generations: int,
         max_new_tokens: int,
@@ -65,7 +65,7 @@ class ForcedPoints(QwenVLPolicy):
         num_rows = len(prompts) * num_generations
         uniforms = self.lengths.forced_uniforms(num_rows, max_new_tokens, uniforms)
         completions, texts = super().complete(
-            images, prompts, num_generations, max_new_tokens, uniforms
+            features, prompts, num_generations, max_new_tokens, uniforms
         )
         self.requests.append(Request(prompts, completions.valid))
         return completions, texts

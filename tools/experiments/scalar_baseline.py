@@ -59,16 +59,16 @@ def build_parser() -> FlagParser:
 
 
 def row_logits(
-    policy: "Sa2VAPolicy", images: "ImageFeatures", seg_rows: list[int], embeddings: torch.Tensor
+    policy: "Sa2VAPolicy", features: "ImageFeatures", seg_rows: list[int], embeddings: torch.Tensor
 ) -> list[torch.Tensor]:
     """Return (H, W) mask logits of each image: the largest of its [SEG], -inf without one.
 
     Those above 0 are `row_masks`. Args: as there.
     """
-    logits_of_rows = [torch.full(size, -torch.inf, device=policy.device) for size in images.sizes]
+    logits_of_rows = [torch.full(size, -torch.inf, device=policy.device) for size in features.sizes]
     if seg_rows:
-        for row, logits in zip(seg_rows, policy.decode_masks(images, seg_rows, embeddings)):
-            size = images.sizes[row]
+        for row, logits in zip(seg_rows, policy.decode_masks(features, seg_rows, embeddings)):
+            size = features.sizes[row]
             upsampled = upsample_masks(logits[None], policy.processor.sam_size, size)[0]  # (H, W)
             logits_of_rows[row] = torch.maximum(logits_of_rows[row], upsampled)
     return logits_of_rows
