@@ -32,7 +32,8 @@ Environment (VARIABLE=value bash run_rl_train.sh ..):
   HF_TOKEN, HF_HOME         access to models and data on the hub, and where they are kept
   OPENAI_API_KEY            of the LLM judge (--use_llm_judge); WANDB_MODE=offline: of --wandb
 
-Exit status: 0; 2 for bad input, in one sentence; 75 after a signal, with a checkpoint; else that of what failed.
+Exit status: 0; 2 for what one sentence names (bad input, no memory, a full disk, ..); 75 after a signal, with a
+checkpoint unless before step 1; else that of what failed.
 END
 }
 

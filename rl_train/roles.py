@@ -79,8 +79,8 @@ class Roles:
         if name not in ("policy", *self.copies):
             known = ", ".join(("policy", *self.copies))
             raise ValueError(
-                f"role {name!r} is unknown; known: {known}. A teacher is kept if the class of a "
-                "task says asks_teacher"
+                f"role {name!r} is unknown; known: {known}. Teacher and reference are kept if "
+                "the class of a task says asks_teacher"
             )
         assert self.active == "policy", f"roles.use({name!r}) inside roles.use({self.active!r})"
         if name == "policy":  # nothing to exchange, which takes a millisecond for 600 tensors

@@ -62,8 +62,8 @@ def train(run: Run, loader: DataLoader, end_step: StepCallback):
         # They stand in for pixel_values: computed once per image, for all rows, tasks and roles.
         features = policy.encode(loader_batch)
         policy.unshard_base(vision=config.rollout.resample_equal_groups > 0)  # with --fsdp
-        # All tasks. With --resample_equal_groups further rounds have samples in the place of those
-        # whose rewards are all equal.
+        # All tasks at once. With --resample_equal_groups one task a round, each followed by rounds
+        # of samples in the place of those whose rewards are all equal.
         for task_batches in resampler.rounds(step, loader_batch, features):
             pending_rollouts = []
             # Loop 2 comes first: the captions that it asks of the teacher are then sampled together

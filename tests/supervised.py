@@ -1,4 +1,4 @@
-"""Supervised training as its tests call it: short runs, and a task of a user."""
+"""Supervised training as its tests call it: short runs and their losses."""
 
 import torch
 
@@ -6,7 +6,6 @@ from rl_train import cli, sft, train
 from rl_train.data.loader import Batches
 from rl_train.distributed.process_group import RankInfo
 from rl_train.run.start import start_run
-from rl_train.tasks.sft_tasks import ReferringSegmentation
 from tests.runs import flags
 
 ALL = "vision mlp1 embeddings language_model text_hidden_fcs sam2 sam2_encoder".split()
@@ -39,10 +38,3 @@ def losses(made, index, turns=1):
     totals = sft.step_totals([examples], 1)
     objective = sft.SFTLoss(made.state.policy)
     return *objective(features, examples, totals, False), batch, examples
-
-
-class TakesNothing(ReferringSegmentation):
-    """A task of a user, which reads what only the user's data say."""
-
-    def examples(self, batch, features, rngs):
-        raise ValueError(batch.image_ids[0])

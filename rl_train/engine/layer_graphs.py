@@ -166,7 +166,7 @@ class LayerGraphs:
         max_elements = int(min(MAX_ELEMENTS, memory))
         self.most_tokens = max_elements // self.max_outputs
         # The backward has the gradients of keys once for each query head.
-        self.max_seqlen_k = max_elements // layer.qkv_sizes[0]
+        self.most_keys = max_elements // layer.qkv_sizes[0]
         self.capacity = 0  # tokens for which there is memory
         self.clear()
 
@@ -188,8 +188,8 @@ class LayerGraphs:
         """Return whether padded inputs are small enough for graphs."""
         # Flash attention's backward holds up to 128 tokens more for each segment.
         num_queries = segments.num_tokens + 128 * len(segments.cu_seqlens_q)
-        max_seqlen_k = max(num_queries, len(segments.keys))
-        return segments.num_tokens <= self.most_tokens and max_seqlen_k <= self.max_seqlen_k
+        num_keys = max(num_queries, len(segments.keys))
+        return segments.num_tokens <= self.most_tokens and num_keys <= self.most_keys
 
     def forward(
         self,

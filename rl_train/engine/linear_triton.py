@@ -100,7 +100,7 @@ def product_of(
     """Return the kernels' arguments for a product, and their constants.
 
     Args:
-        power: (N, parts) summands of a norm that the kernel reads or writes.
+        power: (N, summands) of a norm that the kernel reads or writes.
         most_rows: of a program.
     """
     y, linears, _ = projected
@@ -223,9 +223,11 @@ def linear(product: "Product", outputs: tl.tensor, a: tl.tensor, b: tl.tensor, S
 @triton.jit
 def read_power(power: tl.tensor, rows: tl.tensor, num_rows: tl.tensor, S: tl.constexpr):
     """Read the summands (rows, NORM_SUMMANDS_BLOCK) of each row's mean square."""
-    part = tl.arange(0, S.NORM_SUMMANDS_BLOCK)
-    valid = (rows < num_rows)[:, None] & (part < S.NORM_SUMMANDS)[None, :]
-    return tl.load(power + rows[:, None] * S.NORM_SUMMANDS + part[None, :], mask=valid, other=0.0)
+    summand = tl.arange(0, S.NORM_SUMMANDS_BLOCK)
+    valid = (rows < num_rows)[:, None] & (summand < S.NORM_SUMMANDS)[None, :]
+    return tl.load(
+        power + rows[:, None] * S.NORM_SUMMANDS + summand[None, :], mask=valid, other=0.0
+    )
 
 
 @triton.jit

@@ -82,11 +82,11 @@ class _TokenLogps(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             by_hidden = torch.empty_like(hidden, dtype=torch.float32)  # d logp / d hidden, (m, C)
             derivative_dtype = weight.dtype
-        read = _compiled() if hidden.is_cuda else _logps_and_derivative
+        logps_and_derivative = _compiled() if hidden.is_cuda else _logps_and_derivative
         for start in range(0, len(ids), rows := max(1, CHUNK // len(weight))):
             chunk = slice(start, start + rows)
             logits = product(hidden[chunk], weight.t())  # (c, V)
-            logp[chunk], entropy[chunk], *by_logits = read(
+            logp[chunk], entropy[chunk], *by_logits = logps_and_derivative(
                 logits, ids[chunk], temperature, vocabulary, derivative_dtype
             )
             if by_logits:

@@ -57,7 +57,7 @@ class AblatedRows:
     task: Task
     rollout: Rollout
     outcome: RewardOutput  # task.rewards(rollout)
-    seed: tuple[int, ...]  # of the run, with step and number of the task
+    seed: tuple[int, ...]  # of the run, with step and index of the task
     caption: str  # the one caption of "fixed"
 
     @property
@@ -181,7 +181,7 @@ def salient(rows: AblatedRows) -> torch.Tensor:
 
 def hidden(rows: AblatedRows) -> torch.Tensor:
     """Return the task's reward with the masks that SAM2 draws without negative points."""
-    iou = mask_iou(rows.outcome.masks_without_negatives, rows.outcome.targets).cpu()
+    iou = mask_iou(rows.outcome.masks_without_negatives, rows.outcome.targets, 1.0).cpu()
     return combine(rows.outcome.rewards | {"iou": iou}, rows.task.reward_weights)
 
 
@@ -348,7 +348,7 @@ class AblationReward:
     ) -> RewardOutput:
         """Return the outcome with COMPONENT, the ablation's reward, among its rewards.
 
-        Rows that the task did not score stay NaN.
+        Rows that the task did not score stay NaN; the NaN moves if the ablation moves rows.
 
         Args:
             outcome: `task.rewards(rollout)`.

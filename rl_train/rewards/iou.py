@@ -30,8 +30,9 @@ def mask_iou(
     Args:
         pred: (N, H, W) bool, or N masks (H, W) bool whose sizes may differ between samples.
         target: the same number of masks in the same shapes.
-        empty_value: the IoU where both masks are empty. Evaluation and the rewards of points pass
-            1.0; tasks of sampled masks overwrite these rows (`with_no_target_reward`).
+        empty_value: the IoU where both masks are empty. Masks of true captions in evaluations, and
+            the rewards of points, pass 1.0; tasks of sampled masks overwrite these rows
+            (`with_no_target_reward`).
 
     Raises:
         ValueError: a mask is not bool (resizing and thresholding are the caller's), or the

@@ -53,7 +53,7 @@ class Matching:
 
     @property
     def reward(self) -> float:
-        """Sum of the pairs' IoUs / max(M, K): a missing or surplus mask counts as a pair of IoU 0.
+        """Sum of the pairs' IoUs / max(M, K): what the larger side leaves unpaired counts as 0.
 
         1 where there is neither a mask nor a region.
         """

@@ -104,7 +104,6 @@ class Task(Protocol):
     takes_boxes: bool = False  # whether samples may have boxes and points in place of a mask
     takes_no_target: bool = False  # whether captions of samples may name nothing in the image
     asks_teacher: bool = False  # whether it uses that role; else no teacher is kept
-
     turns: int = 1  # questions about an image in an example of supervised training, at most
     # (policy, batch, features, max_new_tokens) -> {column: B values} of the evaluation split;
     # None: `cycle_metrics.measure`

@@ -33,8 +33,8 @@ class Referring(MaskAnswers):
         """Return {"iou", "box_iou", "centre": (N,)} of the sampled masks with the true ones.
 
         The last two are computed if --reward_weights gives them a weight: the IoU of the masks'
-        boxes and the closeness of their centres. See `complete` for further ones and for phrases
-        that name nothing.
+        boxes and the closeness of their centres. See `add_form_rewards` for further ones and for
+        phrases that name nothing.
         """
         latents, targets = rollout.latents, self.true_masks(rollout)
         rewards = {"iou": mask_iou(latents.masks, targets)}

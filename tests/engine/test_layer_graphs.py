@@ -123,13 +123,13 @@ def test_many_tokens_have_no_graphs(by_graphs):
     engine, graphs = by_graphs(llm)
     with fast(engine):
         unbound = LayerGraphs(engine.fused(llm.lm_head.weight))
-    assert (unbound.most_tokens, unbound.max_seqlen_k) == (2**26 // 192, 2**26 // 64)
+    assert (unbound.most_tokens, unbound.most_keys) == (2**26 // 192, 2**26 // 64)
     graphs.most_tokens = 128
     for _ in range(2):
         for sizes in (SIZES, LONGER):
             scored(llm, fast, engine=engine, **sizes)
     assert captured(graphs) == [(2, 2)] and next(iter(graphs.of_sizes))[0] == 128
-    graphs.most_tokens, graphs.max_seqlen_k = 2**26, 255
+    graphs.most_tokens, graphs.most_keys = 2**26, 255
     scored(llm, fast, engine=engine, **LONGER)
     assert len(graphs.of_sizes) == 1
 

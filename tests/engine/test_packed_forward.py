@@ -16,12 +16,12 @@ from tests.engine.tiny import fast, scored, slow, tiny_llm, trained, work
 # Flash attention itself is not on a CPU: stand-ins of the same arguments
 
 
-def flash(q, k, v, cu_seqlens_q, cu_seqlens_k, longest_query, longest_key, dropout, causal, *rest):
+def flash(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout, causal, *rest):
     """Compute flash attention: segment by segment, causal from the last query and key on."""
     assert causal and dropout == 0 and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
     outs, sums, group = [], [], q.shape[1] // k.shape[1]
     for q0, q1, k0, k1 in zip(cu_seqlens_q, cu_seqlens_q[1:], cu_seqlens_k, cu_seqlens_k[1:]):
-        assert 0 <= q1 - q0 <= longest_query and k1 - k0 <= longest_key
+        assert 0 <= q1 - q0 <= max_seqlen_q and k1 - k0 <= max_seqlen_k
         keys, values = (x[k0:k1].repeat_interleave(group, 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q[q0:q1], keys) * q.shape[-1] ** -0.5
         seen = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril(int(k1 - k0 - (q1 - q0)))

@@ -162,7 +162,7 @@ def test_the_best_of_sampled_captions_by_hand(monkeypatch):
     batch = Batch([3, 8], targets, ["a red cup", "the dog"], ["a", "b"], [], None)
     asked = []
 
-    def complete(images, prompts, num_generations, num_tokens, uniforms):
+    def complete(features, prompts, num_generations, num_tokens, uniforms):
         asked.append((prompts, num_generations, uniforms))
         return done, ["a cup", "cup", " ", "dog"]
 

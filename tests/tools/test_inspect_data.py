@@ -97,7 +97,7 @@ def test_faults_of_files_that_name_images_are_told_by_file_and_row(tmp_path, cap
         inspect_data.main([*words.split(), "0.5"])
 
 
-def test_too_much_bad_data_is_exit_status_1_and_one_sentence(planted):
+def test_too_much_bad_data_ends_with_one_sentence(planted):
     folder, expected = planted
     bad = sum(expected["dam"]["skipped"].values()) + sum(expected["dam"]["damaged"].values())
     with pytest.raises(

@@ -67,7 +67,9 @@ class FullPoints(ForcedPoints):
         sam = sam2_prompting.sam_features(self.model.sam, batch.inputs.sam_pixels.to(self.device))
         return Pixels([], grids, sizes, sam, batch.sizes, values)
 
-    def whole(self, images: Pixels, prompts: Prompts, answers: torch.Tensor | None = None) -> dict:
+    def whole(
+        self, features: Pixels, prompts: Prompts, answers: torch.Tensor | None = None
+    ) -> dict:
         """Return transformers' inputs: prompts, answers (P, T) behind them, an image for each."""
         ids, mask = (t.to(self.device) for t in pad_left(prompts.ids, self.pad_id))
         if answers is not None:
@@ -75,11 +77,11 @@ class FullPoints(ForcedPoints):
             mask = torch.nn.functional.pad(mask, (0, answers.shape[1]), value=1)
         merge = self.preprocessing.merge
         # (time, rows, columns) of an image in patches, of which a token joins merge x merge.
-        grids = [[1, *(merge * n for n in images.grids[i])] for i in prompts.image_index]
+        grids = [[1, *(merge * n for n in features.grids[i])] for i in prompts.image_index]
         return dict(
             input_ids=ids,
             attention_mask=mask,
-            pixel_values=torch.cat([images.values[i] for i in prompts.image_index]),
+            pixel_values=torch.cat([features.values[i] for i in prompts.image_index]),
             image_grid_thw=torch.tensor(grids, device=self.device),
             mm_token_type_ids=(ids == self.image_token).int(),
         )
@@ -87,7 +89,7 @@ class FullPoints(ForcedPoints):
     @torch.no_grad()
     def complete(
         self,
-        images: Pixels,
+        features: Pixels,
         prompts: Prompts,
         num_generations: int,
         max_new_tokens: int,
@@ -96,7 +98,7 @@ class FullPoints(ForcedPoints):
         """Sample without regard to `uniforms`, greedily without them; log-probs are 0."""
         temperature = None if uniforms is None else self.engine.temperature
         with self.autocast():
-            inputs = self.whole(images, prompts.repeat(num_generations))
+            inputs = self.whole(features, prompts.repeat(num_generations))
             out = self.model.vlm.generate(
                 **inputs, **free_sampling(max_new_tokens, self.pad_id, temperature)
             )
@@ -109,7 +111,7 @@ class FullPoints(ForcedPoints):
 
     def score_answers(
         self,
-        images: Pixels,
+        features: Pixels,
         prompts: Prompts,
         ids: torch.Tensor,
         valid: torch.Tensor,
@@ -118,7 +120,7 @@ class FullPoints(ForcedPoints):
         for layer in layers:  # recomputed in training mode, which here turns no dropout on
             layer.training = self.engine.gradient_checkpointing and torch.is_grad_enabled()
         with self.autocast():
-            inputs = self.whole(images, prompts, ids)
+            inputs = self.whole(features, prompts, ids)
             keep = ids.shape[1] + 1
             logits = self.model.vlm(**inputs, use_cache=False, logits_to_keep=keep).logits[:, :-1]
             temperature = self.engine.temperature

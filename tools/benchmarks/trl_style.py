@@ -92,7 +92,7 @@ class FullEngine(Engine):
         self,
         embeds: torch.Tensor,
         attention_mask: torch.Tensor,
-        prompt: torch.Tensor,
+        prompt_index: torch.Tensor,
         ids: torch.Tensor,
         valid: torch.Tensor,
         position_ids: torch.Tensor | None = None,
@@ -125,34 +125,38 @@ class FullPolicy(ForcedPolicy):
     def encode(self, batch: Batch) -> ImagesOfBatch:
         return ImagesOfBatch(**vars(super().encode(batch)), batch=batch)
 
-    def embed(self, images: ImagesOfBatch, prompts: Prompts, num_tokens: int = 0):
+    def embed(self, features: ImagesOfBatch, prompts: Prompts, num_tokens: int = 0):
         """Return Sa2VA's embeddings, with the tiles of each prompt encoded anew."""
-        normalised = [normalise_tiles(tiles) for tiles in images.batch.inputs.tiles]
+        normalised = [normalise_tiles(tiles) for tiles in features.batch.inputs.tiles]
         tiles = torch.cat([normalised[i] for i in prompts.image_index])
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             vision = self.model.vision_features(tiles.to(self.device))
-        each = replace(images, vision=vision, tiles=[images.tiles[i] for i in prompts.image_index])
+        each = replace(
+            features, vision=vision, tiles=[features.tiles[i] for i in prompts.image_index]
+        )
         return super().embed(each, replace(prompts, image_index=range(len(prompts))), num_tokens)
 
     def score_answers(
         self,
-        images: ImagesOfBatch,
+        features: ImagesOfBatch,
         prompts: Prompts,
         ids: torch.Tensor,
         valid: torch.Tensor,
     ) -> FullAnswers:
         with self.autocast():
-            embeds, mask, _ = self.embed(images, prompts, ids.shape[1])
+            embeds, mask, _ = self.embed(features, prompts, ids.shape[1])
             return self.engine.score(embeds, mask, None, ids, valid)
 
-    def decode_masks(self, images: ImagesOfBatch, image_index: list[int], embeddings: torch.Tensor):
+    def decode_masks(
+        self, features: ImagesOfBatch, image_index: list[int], embeddings: torch.Tensor
+    ):
         """Return Sa2VA's mask logits; the teacher encodes the image of every row for SAM2."""
         if self.roles.active == "teacher":
-            pixels = images.batch.inputs.sam_pixels[image_index].to(self.device)
+            pixels = features.batch.inputs.sam_pixels[image_index].to(self.device)
             with torch.autocast(self.device.type, enabled=False):
-                images = replace(images, sam=self.model.sam_features(pixels))
+                features = replace(features, sam=self.model.sam_features(pixels))
             image_index = list(range(len(image_index)))
-        return super().decode_masks(images, image_index, embeddings)
+        return super().decode_masks(features, image_index, embeddings)
 
 
 def build_trl_style(options: Options) -> Work:
